@@ -1,0 +1,174 @@
+"""The contract that both packages keep: reductions, layout constants, input checks and their words.
+
+Nothing here imports a framework. Tensors and arrays are looked at through ``shape`` and ``dtype``
+only, so the checks work on PyTorch tensors, JAX arrays, tracers and fake tensors alike.
+"""
+
+import math
+import numbers
+import operator
+from collections.abc import Callable
+from typing import Any
+
+REDUCTIONS = ("batchmean", "sum", "mean", "none", "per_token")
+# Reductions that divide by the kept tokens, and so may be given another divisor.
+NORMALIZED_REDUCTIONS = ("batchmean", "mean")
+
+# A row is summed by LANES lanes; TILE elements of a row share LANES bytes of 2-bit sign codes.
+LANES = 512
+CODES_PER_BYTE = 4
+TILE = LANES * CODES_PER_BYTE
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+def dtype_name(array: Any) -> str:
+    """Name of the dtype without its framework: ``float32`` for ``torch.float32``."""
+    return str(array.dtype).removeprefix("torch.")
+
+
+def code_tiles(vocab: int) -> int:
+    """Number of code tiles (``LANES`` bytes each) that one row keeps."""
+    return -(-vocab // TILE)
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:-1]) + f" or {names[-1]}"
+
+
+def _check_array(name: str, array: Any, array_type: Any, dtypes: tuple[str, ...]) -> None:
+    if not isinstance(array, array_type):
+        raise TypeError(f"{name} must be a tensor or array, got {type(array).__name__}")
+    if dtype_name(array) not in dtypes:
+        raise TypeError(f"{name} must be {_one_of(dtypes)}, got {dtype_name(array)}")
+
+
+def _check_per_token(name: str, array: Any, leading_shape: tuple[int, ...]) -> None:
+    if tuple(array.shape) != leading_shape:
+        raise ValueError(
+            f"{name} must have the leading shape of p {leading_shape}, got {tuple(array.shape)}"
+        )
+
+
+def check_reduction(reduction: Any) -> None:
+    """Raises ``ValueError`` unless ``reduction`` is one of ``REDUCTIONS``."""
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+
+
+def check_implementation(implementation: Any, names: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` unless ``implementation`` is ``None`` or one of ``names``."""
+    if implementation is None or (isinstance(implementation, str) and implementation in names):
+        return
+    raise ValueError(
+        f"implementation must be None or one of {', '.join(names)}, got {implementation!r}"
+    )
+
+
+def check_ignore_index(ignore_index: Any) -> None:
+    """Raises unless ``ignore_index`` is an integer that fits in 64 bits."""
+    if isinstance(ignore_index, bool):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    try:
+        value = operator.index(ignore_index)
+    except TypeError:
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}") from None
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"ignore_index must fit in 64 bits, got {value}")
+
+
+def _check_normalizer(normalizer: Any, array_type: Any, reduction: str) -> None:
+    if reduction not in NORMALIZED_REDUCTIONS:
+        raise ValueError(
+            f"normalizer applies to reduction {_one_of(NORMALIZED_REDUCTIONS)} only, "
+            f"got reduction {reduction!r}"
+        )
+    if isinstance(normalizer, array_type):
+        if tuple(normalizer.shape) != ():
+            raise ValueError(
+                f"normalizer must be a number or a 0-d array, got shape {tuple(normalizer.shape)}"
+            )
+        if dtype_name(normalizer) not in FLOAT_DTYPES + INTEGER_DTYPES:
+            raise TypeError(
+                "normalizer must have a real dtype (float or integer), "
+                f"got {dtype_name(normalizer)}"
+            )
+    elif isinstance(normalizer, bool) or not isinstance(normalizer, numbers.Real):
+        raise TypeError(f"normalizer must be a number or a 0-d array, got {normalizer!r}")
+    elif not 0 < float(normalizer) < math.inf:
+        raise ValueError(f"normalizer must be positive and finite, got {normalizer!r}")
+
+
+def check_inputs(
+    p: Any,
+    q: Any,
+    labels: Any,
+    weights: Any,
+    normalizer: Any,
+    *,
+    reduction: Any,
+    ignore_index: Any,
+    array_type: Any,
+    device_of: Callable[[Any], Any],
+) -> None:
+    """Raises ``ValueError`` or ``TypeError`` for inputs that the contract excludes.
+
+    Args:
+        p: ``[..., vocab]``.
+        q: shape of ``p``.
+        labels: ``None`` or integers, the leading shape of ``p``.
+        weights: ``None`` or floats, the leading shape of ``p``.
+        normalizer: ``None``, a positive number, or a 0-d array.
+        reduction: one of ``REDUCTIONS``.
+        ignore_index: the label that marks an ignored token.
+        array_type: what counts as a tensor or array in the calling framework.
+        device_of: device of an array as something that compares and prints, or ``None`` if it is
+            not known yet (a tracer).
+    """
+    check_reduction(reduction)
+    check_ignore_index(ignore_index)
+    _check_array("p", p, array_type, FLOAT_DTYPES)
+    _check_array("q", q, array_type, FLOAT_DTYPES)
+    shape = tuple(p.shape)
+    if len(shape) == 0:
+        raise ValueError(f"p must have shape [..., vocab], got shape {shape}")
+    if shape[-1] == 0:
+        raise ValueError(f"p must have a vocab of at least 1, got shape {shape}")
+    if tuple(q.shape) != shape:
+        raise ValueError(f"q must have the shape of p {shape}, got {tuple(q.shape)}")
+    if labels is not None:
+        _check_array("labels", labels, array_type, INTEGER_DTYPES)
+        _check_per_token("labels", labels, shape[:-1])
+    if weights is not None:
+        _check_array("weights", weights, array_type, FLOAT_DTYPES)
+        _check_per_token("weights", weights, shape[:-1])
+    if normalizer is not None:
+        _check_normalizer(normalizer, array_type, reduction)
+
+    device = device_of(p)
+    if device is None:
+        return
+    others = (("q", q), ("labels", labels), ("weights", weights), ("normalizer", normalizer))
+    for name, array in others:
+        if isinstance(array, array_type):
+            other = device_of(array)
+            if other is not None and other != device:
+                raise ValueError(f"{name} must be on the device of p ({device}), got {other}")
+
+
+def constant_message(name: str) -> str:
+    """Words for a request for the gradient of an argument that the loss holds constant."""
+    return (
+        f"{name} is a constant of this loss and has no gradient: detach it first "
+        "(PyTorch: .detach(), JAX: jax.lax.stop_gradient)"
+    )
+
+
+def kernel_dtype_message(implementation: str, name: str, dtype: str, remedy: str) -> str:
+    """Words for a dtype that the kernels do not take."""
+    return (
+        f"implementation {implementation!r} takes {_one_of(KERNEL_DTYPES)}, got {name} {dtype}: "
+        f"cast it or use implementation {remedy!r}"
+    )
