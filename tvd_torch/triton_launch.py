@@ -1,0 +1,171 @@
+"""Launches the Triton kernels on PyTorch tensors.
+
+Triton is imported at the first use: ``import tvd_torch`` works without it, and leaves the choice of
+Triton's interpreter (TRITON_INTERPRET, read when Triton is imported) to the caller.
+"""
+
+import contextlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tvd_core import config
+from tvd_core.contract import LANES, NORMALIZED_REDUCTIONS, code_tiles
+
+# Codes of the reduction in the upstream gradient's shape: one number, one per token or element.
+_UPSTREAM = {"per_token": 1, "none": 2}
+
+
+def unavailable_reason() -> str | None:
+    """Why the Triton kernels cannot run in this process, or ``None`` if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: pip install triton, or use implementation 'eager'"
+    if interpreting() or torch.cuda.is_available():
+        return None
+    return (
+        "no CUDA GPU is available: use implementation 'eager', or set TRITON_INTERPRET=1 before "
+        "the first import of triton to run the kernels in Triton's interpreter"
+    )
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, which takes CPU tensors."""
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def _kernels() -> Any:
+    from tvd_core import triton_kernels
+
+    return triton_kernels
+
+
+def _on_device_of(p: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if p.is_cuda and p.device.index != torch.cuda.current_device():
+        return torch.cuda.device(p.device)
+    return contextlib.nullcontext()
+
+
+def forward(
+    p: Tensor,
+    q: Tensor,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    normalizer: Tensor | float | None,
+    reduction: str,
+    ignore_index: int,
+    keep_codes: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Runs the forward kernels.
+
+    Returns:
+        The result of the reduction (float32), the sign codes if ``keep_codes``, the 0-d divisor
+        of a reduced loss, and the per-token values.
+    """
+    vocab = p.shape[-1]
+    tokens = p.numel() // vocab
+    p, q = p.contiguous(), q.contiguous()
+    per_token = torch.empty(p.shape[:-1], dtype=torch.float32, device=p.device)
+    codes = None
+    if keep_codes:
+        shape = (tokens, code_tiles(vocab) * LANES)
+        codes = torch.empty(shape, dtype=torch.uint8, device=p.device)
+    elementwise = torch.empty_like(p, dtype=torch.float32) if reduction == "none" else None
+    labels_arg = p if labels is None else labels.contiguous()
+    weights_arg = p if weights is None else weights.contiguous()
+    row_flags = {"HAS_LABELS": labels is not None, "HAS_WEIGHTS": weights is not None}
+
+    kernels = _kernels()
+    with _on_device_of(p):
+        if tokens:
+            kernels.tvd_forward_kernel[(tokens,)](
+                p,
+                q,
+                labels_arg,
+                weights_arg,
+                ignore_index,
+                vocab,
+                per_token,
+                per_token if codes is None else codes,
+                per_token if elementwise is None else elementwise,
+                **row_flags,
+                KEEP_CODES=keep_codes,
+                ELEMENTWISE=elementwise is not None,
+                num_warps=config.triton_forward_warps(vocab, keep_codes),
+            )
+        if reduction == "per_token":
+            return per_token, codes, None, per_token
+        if elementwise is not None:
+            return elementwise, codes, None, per_token
+
+        normalized = reduction in NORMALIZED_REDUCTIONS
+        counted = normalized and normalizer is None and any(row_flags.values())
+        number = normalizer if isinstance(normalizer, (int, float)) else tokens
+        loss = torch.empty((), dtype=torch.float32, device=p.device)
+        divisor = torch.empty((), dtype=torch.float32, device=p.device)
+        kernels.tvd_reduce_kernel[(1,)](
+            per_token,
+            labels_arg,
+            weights_arg,
+            normalizer if isinstance(normalizer, Tensor) else per_token,
+            ignore_index,
+            tokens,
+            float(number) if normalized else 1.0,
+            float(vocab) if reduction == "mean" else 1.0,
+            loss,
+            divisor,
+            **row_flags,
+            HAS_NORMALIZER=isinstance(normalizer, Tensor),
+            COUNT=counted,
+            num_warps=config.TRITON_REDUCE_WARPS,
+        )
+    return loss, codes, divisor, per_token
+
+
+def backward(
+    codes: Tensor,
+    upstream: Tensor,
+    divisor: Tensor | None,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    shape: tuple[int, ...],
+    p_dtype: torch.dtype | None,
+    q_dtype: torch.dtype | None,
+    reduction: str,
+    ignore_index: int,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Runs the backward kernel: the gradients of p and q, each in its dtype if that is given."""
+    vocab = shape[-1]
+    tokens = codes.shape[0]
+    upstream = upstream.to(torch.float32).contiguous()
+
+    def gradient(dtype: torch.dtype | None) -> Tensor | None:
+        return None if dtype is None else torch.empty(shape, dtype=dtype, device=codes.device)
+
+    dp, dq = gradient(p_dtype), gradient(q_dtype)
+    if tokens == 0:
+        return dp, dq
+    with _on_device_of(codes):
+        _kernels().tvd_backward_kernel[(config.triton_backward_grid(tokens, vocab),)](
+            codes,
+            upstream,
+            upstream if divisor is None else divisor,
+            codes if labels is None else labels.contiguous(),
+            codes if weights is None else weights.contiguous(),
+            ignore_index,
+            vocab,
+            codes if dp is None else dp,
+            codes if dq is None else dq,
+            UPSTREAM=_UPSTREAM.get(reduction, 0),
+            HAS_DIVISOR=divisor is not None,
+            HAS_LABELS=labels is not None,
+            HAS_WEIGHTS=weights is not None,
+            WANT_P=dp is not None,
+            WANT_Q=dq is not None,
+            num_warps=config.TRITON_BACKWARD_WARPS,
+        )
+    return dp, dq
