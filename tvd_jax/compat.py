@@ -1,0 +1,134 @@
+"""What differs between JAX 0.10.2, 0.11.2 and 0.12, and the switches that tests need."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Public from JAX 0.11 on.
+_OLD_INTERPRETER = not hasattr(plgpu, "InterpretGPUParams")
+_interpreter: Any = (
+    importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.params")
+    if _OLD_INTERPRETER
+    else plgpu
+)
+_interpreting = False
+_assume_cuda = False
+
+
+@contextlib.contextmanager
+def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
+    """Runs Pallas kernels traced inside it in Pallas's GPU interpreter, on a CPU.
+
+    What was compiled outside stays compiled: call ``jax.clear_caches()`` where that can matter.
+    """
+    global _interpreting
+    options: dict[str, Any] = {"detect_races": detect_races}
+    if _OLD_INTERPRETER:
+        # JAX 0.10.2 raises on the out-of-bounds part of a zero-filling copy instead of filling it.
+        options |= {"out_of_bounds_reads": "uninitialized", "uninitialized_memory": "zero"}
+    before, _interpreting = _interpreting, True
+    try:
+        with _interpreter.force_gpu_interpret_mode(_interpreter.InterpretGPUParams(**options)):
+            yield
+    finally:
+        _interpreting = before
+
+
+def interpreting() -> bool:
+    """Whether Pallas kernels traced now run in the interpreter."""
+    return _interpreting
+
+
+def races_found() -> bool:
+    """Whether the interpreter's race detector found a race in the last kernel."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return bool(interpret_pallas_call.get_races().races_found)
+
+
+def reset_interpreter() -> None:
+    """Makes the interpreter usable again after a kernel raised in it."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+@contextlib.contextmanager
+def assume_cuda() -> Iterator[None]:
+    """Lets kernels be traced and lowered for CUDA on a machine without a GPU."""
+    global _assume_cuda
+    before, _assume_cuda = _assume_cuda, True
+    try:
+        yield
+    finally:
+        _assume_cuda = before
+
+
+def assuming_cuda() -> bool:
+    """Whether ``assume_cuda`` is in force."""
+    return _assume_cuda
+
+
+def gpu_compute_capability() -> tuple[int, int] | None:
+    """Compute capability of the first CUDA GPU that JAX sees, ``None`` without one."""
+    try:
+        devices = jax.devices("cuda")
+    except RuntimeError:
+        return None
+    major, minor = str(devices[0].compute_capability).split(".")
+    return int(major), int(minor)
+
+
+def layout_cast(x: Any, layout: Any) -> Any:
+    """``plgpu.layout_cast``; nothing in the interpreter, which lacks it in JAX 0.10.2."""
+    return x if _interpreting else plgpu.layout_cast(x, layout)
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+    aval = jax.typeof(x)
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return frozenset(getattr(manual, "varying", ()))
+    return frozenset(getattr(aval, "vma", ()))
+
+
+def vary_like(outputs: Any, *inputs: Any) -> Any:
+    """Marks kernel outputs as varying over the mesh axes that the inputs vary over.
+
+    ``plgpu.kernel`` is traced with that check off, so inside ``jax.shard_map`` its outputs are
+    typed as unvarying, and the transpose multiplies gradients by the size of the mesh, silently.
+    """
+    axes = frozenset[str]().union(*(_varying_axes(x) for x in inputs if x is not None))
+
+    def mark(x: Any) -> Any:
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(mark, outputs)
+
+
+def triton_out(outputs: list[Any]) -> dict[str, Any]:
+    """The keyword that names a ``triton_call``'s outputs: ``out_shape`` before jax-triton 0.4."""
+    import inspect
+
+    import jax_triton
+
+    names = inspect.signature(jax_triton.triton_call).parameters
+    return {"out_type" if "out_type" in names else "out_shape": outputs}
+
+
+def repair_jax_triton(jax_triton: Any) -> None:
+    """jax-triton 0.4.1 registers a dead-code rule that JAX 0.12 calls with one argument more."""
+    from jax._src.interpreters import partial_eval
+
+    primitive = getattr(jax_triton.triton_lib, "triton_kernel_call_p", None)
+    if primitive in partial_eval.dce_rules and jax.__version_info__ >= (0, 12):
+        partial_eval.dce_rules[primitive] = lambda used, live, eqn: (
+            [True] * len(eqn.invars),
+            eqn,
+        )

@@ -1,0 +1,638 @@
+"""The Pallas Mosaic GPU kernels of the total variation distance (Hopper and newer).
+
+A persistent grid of blocks of one warpgroup; block ``b`` owns rows ``b, b + blocks, ...`` and walks
+their tiles of TILE elements through a ring of shared-memory slots that TMA fills ahead. Names carry
+the memory space: ``p``, ``p_gmem``, ``p_smem``.
+
+A tile is taken as four sub-tiles of LANES elements, a register vector each, so that lane ``j`` adds
+elements ``j, j + LANES, ...`` of its row in order. Mosaic's reduction of such a vector with 4
+elements a thread (those of a thread, then lanes by strides 1 to 16, then warps) is the contract's
+tree.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from tvd_core import config
+from tvd_core.contract import LANES, NORMALIZED_REDUCTIONS, TILE, code_tiles
+from tvd_jax import compat
+
+WARPGROUP = 128
+REDUCE_TILE = 8 * LANES
+# Rows that are not 16-byte aligned are copied in windows that start less than this many elements
+# before them: 16 elements of 2 or 4 bytes are whole multiples of the 16 bytes of a bulk copy.
+SHIFT = 16
+# Flat indices are 32 bits wide, so a longer flat array is cut into blocks of this many rows, whose
+# starts are aligned whatever the vocabulary.
+ROWS_OF_FLAT_BLOCK = 16
+
+
+def _i32(x: int) -> Any:
+    """A 32-bit index; a Python int would be 64 bits wide under jax_enable_x64."""
+    return jnp.int32(x)
+
+
+def _vector(x: Any, vec_size: int = 4) -> Any:
+    """Lays a 1-D register array out over the warpgroup, ``vec_size`` elements a thread."""
+    return compat.layout_cast(x, plgpu.Layout.WG_STRIDED(x.shape, vec_size=vec_size))
+
+
+def _splat(scalar: Any) -> Any:
+    """The scalar in every lane: a select between vectors wants a vector condition."""
+    return jnp.full((LANES,), scalar)
+
+
+def _sum_lanes(acc: Any) -> Any:
+    """Adds LANES lanes in the contract's order."""
+    if not compat.interpreting():
+        return jnp.sum(acc)
+    # The interpreter's jnp.sum is XLA's, in an order of its own.
+    x = acc.reshape(LANES // 4, 4)
+    s = ((x[:, 0] + x[:, 1]) + x[:, 2]) + x[:, 3]
+    while s.shape[0] > 1:
+        pairs = s.reshape(-1, 2)
+        s = pairs[:, 0] + pairs[:, 1]
+    return s[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiling:
+    """How ``[tokens, vocab]`` rows are cut into tiles, copied, and spread over the lanes.
+
+    If every row starts at a multiple of 16 bytes (``aligned``), tiles are bulk copies and a thread
+    holds 4 neighbouring elements. Else bulk copies start at the last multiple of SHIFT elements
+    before a tile, and a thread reads single elements from shared memory, off by the shift: any
+    vocabulary runs at the speed of the copies.
+    """
+
+    tokens: int
+    vocab: int
+    aligned: bool
+
+    @classmethod
+    def of(cls, tokens: int, vocab: int, dtypes: Sequence[Any]) -> "_Tiling":
+        sizes = [np.dtype(dtype).itemsize for dtype in dtypes]
+        return cls(tokens, vocab, all(vocab * size % 16 == 0 for size in sizes))
+
+    @property
+    def vec_size(self) -> int:
+        """Neighbouring elements that a thread holds."""
+        return LANES // WARPGROUP if self.aligned else 1
+
+    @property
+    def tiles(self) -> int:
+        return code_tiles(self.vocab)
+
+    @property
+    def full_tiles(self) -> int:
+        return self.vocab // TILE
+
+    @property
+    def tail(self) -> int:
+        """Elements in the last, partial tile; 0 if there is none."""
+        return self.vocab % TILE
+
+    @property
+    def sub_tiles(self) -> int:
+        """Sub-tiles of a slot: fewer than 4 only where a row is shorter than a tile."""
+        return -(-min(self.vocab, TILE) // LANES)
+
+    @property
+    def slot(self) -> int:
+        """Elements of a shared-memory slot."""
+        return self.sub_tiles * LANES + (0 if self.aligned else SHIFT)
+
+    def blocks(self, smem_bytes: int) -> int:
+        """Blocks of a persistent grid over the rows."""
+        per_sm = config.PALLAS_SMEM_PER_SM // smem_bytes
+        per_sm = max(1, min(per_sm, config.PALLAS_MAX_BLOCKS_PER_SM))
+        return min(self.tokens, per_sm * _sm_count())
+
+    def vector(self, x: Any) -> Any:
+        """Lays LANES register elements out over the warpgroup."""
+        return _vector(x, self.vec_size)
+
+    def gmem_view(self, x: jax.Array) -> jax.Array:
+        """The view that ``fetch`` copies from: rows, or flat (blocks of) rows if not aligned."""
+        if self.aligned:
+            return x
+        if x.size < 2**31:
+            return x.reshape(-1)
+        x = jnp.pad(x, ((0, -self.tokens % ROWS_OF_FLAT_BLOCK), (0, 0)))
+        return x.reshape(-1, ROWS_OF_FLAT_BLOCK * self.vocab)
+
+    def full_or_tail(self, tile: Any, full: Any, tail: Any) -> None:
+        """Runs ``full`` for a whole tile and ``tail`` for the last, partial one."""
+        if self.full_tiles:
+            if self.tail:
+                pl.when(tile < self.full_tiles)(full)
+            else:
+                full()
+        if self.tail:
+            if self.full_tiles:
+                pl.when(tile == self.full_tiles)(tail)
+            else:
+                tail()
+
+    def shift(self, row: Any) -> Any:
+        """Elements between the start of a row's windows and the row."""
+        if self.aligned:
+            return _i32(0)
+        return lax.rem(lax.rem(row, _i32(SHIFT)) * (self.vocab % SHIFT), _i32(SHIFT))
+
+    def overhangs(self, row: Any, tile: Any) -> Any:
+        """Whether the window of a tile would reach beyond the end of the array."""
+        window = TILE + SHIFT  # the longest
+        rows_left = self.tokens - row
+        # Few rows are left, else the product could overflow; then compare the elements left.
+        few = rows_left <= window // self.vocab + 1
+        left = lax.min(rows_left, _i32(window // self.vocab + 1)) * self.vocab
+        return few & (left + self.shift(row) - tile * TILE < window)
+
+    def _flat(self, x_gmem: Any, row: Any) -> tuple[tuple[Any, ...], Any]:
+        """Leading index into a flat view, and the row's first element in what is left."""
+        if len(x_gmem.shape) == 1:
+            return (), row * self.vocab
+        rows = _i32(ROWS_OF_FLAT_BLOCK)
+        return (lax.div(row, rows),), lax.rem(row, rows) * self.vocab
+
+    def fetch(self, x_gmem: Any, x_smem: Any, row: Any, tile: Any, barrier: Any) -> None:
+        """Starts the copy of one tile into a slot; it arrives at ``barrier``."""
+        if self.aligned:
+            index, start, full, tail = (row,), tile * TILE, TILE, self.tail
+        else:
+            index, first = self._flat(x_gmem, row)
+            # Written as a product, so that the compiler sees that the address is aligned.
+            start = lax.div(first - self.shift(row), _i32(SHIFT)) + tile * (TILE // SHIFT)
+            start, full = start * SHIFT, TILE + SHIFT
+            tail = -(-self.tail // SHIFT) * SHIFT + SHIFT
+
+        def copy(size: int) -> None:
+            plgpu.copy_gmem_to_smem(
+                x_gmem.at[(*index, pl.ds(start, size))],
+                x_smem.at[pl.ds(0, size)],
+                barrier,
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        self.full_or_tail(tile, lambda: copy(full), lambda: copy(tail))
+
+    def load_overhanging(self, x_gmem: Any, x_smem: Any, row: Any, tile: Any) -> None:
+        """Fills a slot by thread, for a window that no bulk copy may take."""
+        index, first = self._flat(x_gmem, row)
+        first, shift = first + tile * TILE, self.shift(row)
+
+        def load(size: int) -> None:
+            whole = size // WARPGROUP
+
+            @pl.loop(_i32(0), _i32(whole))
+            def _(i: Any) -> None:
+                at = (*index, pl.ds(first + i * WARPGROUP, WARPGROUP))
+                x_smem[pl.ds(shift + i * WARPGROUP, WARPGROUP)] = _vector(x_gmem[at], 1)
+
+            @pl.loop(_i32(whole * WARPGROUP), _i32(size))
+            def _(i: Any) -> None:
+                x_smem[shift + i] = x_gmem[(*index, first + i)]
+
+        self.full_or_tail(tile, lambda: load(TILE), lambda: load(self.tail))
+
+    def sub_tile(self, x_smem: Any, row: Any, k: int) -> Any:
+        """Sub-tile ``k`` of a slot, in registers as float32."""
+        at = pl.ds(k * LANES + (0 if self.aligned else self.shift(row)), LANES)
+        return self.vector(x_smem[at]).astype(jnp.float32)
+
+    def store(self, values: Sequence[Any], x_gmem: Any, x_smem: Any, row: Any, tile: Any) -> None:
+        """Writes the sub-tiles of one tile, and nothing beyond the end of the row.
+
+        Args:
+            values: the sub-tiles in registers.
+            x_smem: scratch of ``slot`` elements for a partial tile; this call alone uses it.
+        """
+
+        def full() -> None:
+            for k, value in enumerate(values):
+                x_gmem[row, pl.ds(self.column(tile, k), LANES)] = value
+
+        def tail() -> None:
+            for k, value in enumerate(values):
+                x_smem[pl.ds(k * LANES, LANES)] = value
+            plgpu.commit_smem()
+            if self.aligned:
+                plgpu.copy_smem_to_gmem(
+                    x_smem.at[pl.ds(0, self.tail)], x_gmem.at[row, pl.ds(tile * TILE, self.tail)]
+                )
+                plgpu.wait_smem_to_gmem(0)
+            else:
+                self._store_by_thread(x_smem, x_gmem, row, tile)
+            plgpu.commit_smem()
+
+        self.full_or_tail(tile, full, tail)
+
+    def column(self, tile: Any, k: int) -> Any:
+        """First column of a sub-tile; as a product, so that the compiler sees the alignment."""
+        return (tile * (TILE // LANES) + k) * LANES
+
+    def _store_by_thread(self, x_smem: Any, x_gmem: Any, row: Any, tile: Any) -> None:
+        whole = self.tail // WARPGROUP
+
+        @pl.loop(_i32(0), _i32(whole))
+        def _(i: Any) -> None:
+            values = _vector(x_smem[pl.ds(i * WARPGROUP, WARPGROUP)], 1)
+            x_gmem[row, pl.ds(tile * TILE + i * WARPGROUP, WARPGROUP)] = values
+
+        @pl.loop(_i32(whole * WARPGROUP), _i32(self.tail))
+        def _(i: Any) -> None:
+            x_gmem[row, tile * TILE + i] = x_smem[i]
+
+
+def _fill_ring(steps: Any, stages: int, fetch: Any) -> None:
+    """Starts the copies of the first ``stages`` steps; ``fetch(slot, index)`` starts one step's."""
+    for s in range(stages):
+        pl.when(s < steps)(lambda s=s: fetch(_i32(s), _i32(s)))
+
+
+def _refill_ring(index: Any, steps: Any, stages: int, fetch: Any) -> None:
+    """Starts the copies of the step that takes the slot of step ``index`` over."""
+    pl.when(index + stages < steps)(lambda: fetch(lax.rem(index, _i32(stages)), index + stages))
+
+
+def _row_loop(
+    tiling: _Tiling, blocks: int, stages: int, fetch: Any, tile_step: Any, finish: Any
+) -> None:
+    """A block's rows, one after the other: for sums over rows.
+
+    Args:
+        fetch: ``(slot, row, tile)`` starts the copies into a slot.
+        tile_step: ``(slot, row, tile, index, acc, partial) -> acc`` uses a slot, and leaves it
+            free; ``partial`` says that it is the row's last, partial tile.
+        finish: ``(row, acc)`` ends a row.
+    """
+    block = lax.axis_index("block")
+    rows = lax.div(tiling.tokens - block + blocks - 1, _i32(blocks))
+    tiles = tiling.tiles
+
+    def fetch_index(slot: Any, index: Any) -> None:
+        row = block + lax.div(index, _i32(tiles)) * blocks
+        fetch(slot, row, lax.rem(index, _i32(tiles)))
+
+    _fill_ring(rows * tiles, stages, fetch_index)
+
+    def row_step(r: Any, carry: Any) -> Any:
+        row = block + r * blocks
+
+        def step(tile: Any, acc: Any, *, partial: bool = False) -> Any:
+            index = r * tiles + tile
+            acc = tile_step(lax.rem(index, _i32(stages)), row, tile, index, acc, partial)
+            _refill_ring(index, rows * tiles, stages, fetch_index)
+            return acc
+
+        acc = tiling.vector(_splat(jnp.float32(0)))
+        acc = lax.fori_loop(_i32(0), _i32(tiling.full_tiles), step, acc)
+        if tiling.tail:
+            acc = step(_i32(tiling.full_tiles), acc, partial=True)
+        finish(row, acc)
+        return carry
+
+    lax.fori_loop(_i32(0), rows, row_step, _i32(0))
+
+
+def _sm_count() -> int:
+    """SMs of the GPU, 132 (H100, H200) where none is seen. Sets the grid, never a result."""
+    try:
+        return int(jax.devices("cuda")[0].core_count)
+    except (RuntimeError, AttributeError):
+        return 132
+
+
+def _smem_bytes(scratch: Sequence[Any]) -> int:
+    return sum(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize for s in scratch)
+
+
+def _call(
+    body: Any, name: str, out_type: Any, blocks: int, scratch: Sequence[Any], inputs: Sequence[Any]
+) -> Any:
+    # XLA may fuse a slice into the call and hand over a pointer that is only 8-byte aligned (JAX
+    # 0.11); TMA needs 16. The barrier keeps the slice apart.
+    inputs = lax.optimization_barrier(tuple(inputs))
+    outputs = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=scratch,
+        grid=(blocks,),
+        grid_names=("block",),
+        kernel_name=name,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(*inputs)
+    return compat.vary_like(outputs, *inputs)
+
+
+def _sign_codes(d: Any) -> Any:
+    one, two, three, zero = (jnp.uint32(c) for c in (1, 2, 3, 0))
+    return jnp.where(d > 0, one, jnp.where(d < 0, two, jnp.where(d == 0, zero, three)))
+
+
+def forward(
+    p: jax.Array,
+    q: jax.Array,
+    row_weights: jax.Array | None,
+    *,
+    keep_codes: bool,
+    elementwise: bool,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """``weight * 0.5 * sum_v |p - q|`` of each row, and what else is asked for.
+
+    Args:
+        p: ``[tokens, vocab]`` float32, bfloat16 or float16; at least one token.
+        q: shape of ``p``.
+        row_weights: ``[tokens]`` float32, 0 for an ignored row; ``None`` if every row counts 1.
+        keep_codes: whether to return the packed sign codes.
+        elementwise: whether to return ``weight * 0.5 * |p - q|``.
+
+    Returns:
+        ``[tokens]`` float32; codes ``[tokens, tiles * LANES]`` uint8 or ``None``; ``[tokens,
+        vocab]`` float32 or ``None``.
+    """
+    tokens, vocab = p.shape
+    tiling = _Tiling.of(tokens, vocab, (p.dtype, q.dtype))
+    stages = config.PALLAS_STAGES if tiling.aligned else config.PALLAS_UNALIGNED_STAGES
+
+    out_type = {"per_token": jax.ShapeDtypeStruct((tokens,), jnp.float32)}
+    scratch = {
+        "p": plgpu.SMEM((stages, tiling.slot), p.dtype),
+        "q": plgpu.SMEM((stages, tiling.slot), q.dtype),
+    }
+    if keep_codes:
+        out_type["codes"] = jax.ShapeDtypeStruct((tokens, tiling.tiles * LANES), jnp.uint8)
+        scratch["codes"] = plgpu.SMEM((2, LANES), jnp.uint8)
+    if elementwise:
+        out_type["elementwise"] = jax.ShapeDtypeStruct((tokens, vocab), jnp.float32)
+        scratch["elementwise"] = plgpu.SMEM((tiling.slot,), jnp.float32)
+    if not tiling.aligned:
+        scratch["lanes"] = plgpu.SMEM((LANES,), jnp.float32)
+    blocks = tiling.blocks(_smem_bytes(list(scratch.values())))
+    scratch["barrier"] = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+    inputs = [tiling.gmem_view(p), tiling.gmem_view(q)]
+    inputs += [] if row_weights is None else [row_weights]
+
+    def body(*refs: Any) -> None:
+        p_gmem, q_gmem, *rest = refs
+        weights_gmem = None if row_weights is None else rest.pop(0)
+        gmem = dict(zip(out_type, rest, strict=False))
+        smem = dict(zip(scratch, rest[len(out_type) :], strict=True))
+        barrier = smem["barrier"]
+
+        def fetch(s: Any, row: Any, tile: Any) -> None:
+            def start() -> None:
+                tiling.fetch(p_gmem, smem["p"].at[s], row, tile, barrier.at[s])
+                tiling.fetch(q_gmem, smem["q"].at[s], row, tile, barrier.at[s])
+
+            if tiling.aligned:
+                start()
+            else:
+                pl.when(jnp.logical_not(tiling.overhangs(row, tile)))(start)
+
+        def arrive(s: Any, row: Any, tile: Any) -> None:
+            if tiling.aligned:
+                plgpu.barrier_wait(barrier.at[s])
+                return
+            overhangs = tiling.overhangs(row, tile)
+
+            @pl.when(jnp.logical_not(overhangs))
+            def _() -> None:
+                plgpu.barrier_wait(barrier.at[s])
+
+            @pl.when(overhangs)
+            def _() -> None:
+                tiling.load_overhanging(p_gmem, smem["p"].at[s], row, tile)
+                tiling.load_overhanging(q_gmem, smem["q"].at[s], row, tile)
+                plgpu.commit_smem()
+
+        def tile_step(s: Any, row: Any, tile: Any, index: Any, acc: Any, partial: bool) -> Any:
+            arrive(s, row, tile)
+            codes: Any = None
+            values = []
+            for k in range(tiling.sub_tiles):
+                d = tiling.sub_tile(smem["p"].at[s], row, k)
+                d -= tiling.sub_tile(smem["q"].at[s], row, k)
+                if partial:
+                    column = tiling.vector(lax.broadcasted_iota(jnp.int32, (LANES,), 0))
+                    inside = column < tiling.tail - k * LANES
+                    d = jnp.where(inside, d, jnp.zeros_like(d))
+                acc = acc + jnp.abs(d)
+                if keep_codes:
+                    code = _sign_codes(d) << (2 * k)
+                    codes = code if codes is None else codes | code
+                if elementwise:
+                    values.append(_weighted(jnp.abs(d) * 0.5, weights_gmem, row))
+            if keep_codes:
+                out_slot = lax.rem(index, _i32(2))
+                # The store of two steps ago has read its slot.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                smem["codes"][out_slot] = codes.astype(jnp.uint8)
+            plgpu.commit_smem()
+            if keep_codes:
+                plgpu.copy_smem_to_gmem(
+                    smem["codes"].at[out_slot],
+                    gmem["codes"].at[row, pl.ds(tile * LANES, LANES)],
+                )
+            if elementwise:
+                tiling.store(values, gmem["elementwise"], smem["elementwise"], row, tile)
+            return acc
+
+        def finish(row: Any, acc: Any) -> None:
+            if not tiling.aligned:
+                # From one element a thread and step to the 4 neighbours that the sum starts with.
+                smem["lanes"][...] = acc
+                plgpu.commit_smem()
+                acc = _vector(smem["lanes"][...])
+            value = _sum_lanes(acc) * 0.5
+            if weights_gmem is not None:
+                w = weights_gmem[row]
+                value = jnp.where(w == 0, jnp.float32(0), value * w)
+            gmem["per_token"][row] = value
+
+        _row_loop(tiling, blocks, stages, fetch, tile_step, finish)
+        if keep_codes:
+            plgpu.wait_smem_to_gmem(0)
+
+    outputs = _call(
+        body, "tvd_forward", list(out_type.values()), blocks, list(scratch.values()), inputs
+    )
+    named = dict(zip(out_type, outputs, strict=True))
+    return named["per_token"], named.get("codes"), named.get("elementwise")
+
+
+def _weighted(value: Any, weights_gmem: Any, row: Any) -> Any:
+    """The vector times the row's weight, 0 in an ignored row whatever the vector holds."""
+    if weights_gmem is None:
+        return value
+    w = weights_gmem[row]
+    return jnp.where(_splat(w) == 0, jnp.zeros_like(value), value * w)
+
+
+def reduce(
+    per_token: jax.Array,
+    row_weights: jax.Array | None,
+    normalizer: jax.Array | float | None,
+    *,
+    reduction: str,
+    vocab: int,
+) -> tuple[jax.Array, jax.Array]:
+    """``sum(per_token) / divisor`` in the contract's order, and the divisor, both 0-d float32."""
+    tokens = per_token.shape[0]
+    normalized = reduction in NORMALIZED_REDUCTIONS
+    counted = normalized and normalizer is None and row_weights is not None
+    factor = float(vocab) if reduction == "mean" else 1.0
+    padding = (0, -tokens % REDUCE_TILE)
+    inputs = [jnp.pad(per_token, padding)]
+    if counted:
+        inputs.append(jnp.pad(row_weights, padding))
+    elif normalizer is not None:
+        inputs.append(jnp.asarray(normalizer, jnp.float32).reshape(1))
+
+    def lane_sum(x_gmem: Any) -> Any:
+        def step(i: Any, acc: Any) -> Any:
+            parts = [
+                _vector(x_gmem[pl.ds(i * REDUCE_TILE + k * LANES, LANES)])
+                for k in range(REDUCE_TILE // LANES)
+            ]
+            for part in parts:
+                acc = acc + part
+            return acc
+
+        steps = x_gmem.shape[0] // REDUCE_TILE
+        zero = _vector(_splat(jnp.float32(0)))
+        return _sum_lanes(lax.fori_loop(_i32(0), _i32(steps), step, zero))
+
+    def body(per_token_gmem: Any, *refs: Any) -> None:
+        *extra, loss_gmem, divisor_gmem = refs
+        total = lane_sum(per_token_gmem)
+        if counted:
+            divisor = lane_sum(extra[0])
+        elif extra:
+            divisor = extra[0][0]
+        else:
+            divisor = jnp.float32(tokens if normalized else 1)
+        divisor = divisor * jnp.float32(factor)
+        # 0 / 0 counts as 0: with no token kept the loss is 0.
+        loss_gmem[0] = jnp.where(total == 0, jnp.float32(0), total / divisor)
+        divisor_gmem[0] = divisor
+
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    loss, divisor = _call(body, "tvd_reduce", [one, one], 1, [], inputs)
+    return loss.reshape(()), divisor.reshape(())
+
+
+def backward(
+    codes: jax.Array,
+    upstream: jax.Array,
+    divisor: jax.Array | None,
+    row_weights: jax.Array | None,
+    *,
+    vocab: int,
+    dtypes: Sequence[Any],
+) -> list[jax.Array | None]:
+    """``sign(p - q) * (0.5 * upstream / divisor * weight)`` for p, and its negative for q.
+
+    Args:
+        codes: packed sign codes of the forward.
+        upstream: float32, ``[]``, ``[tokens]`` or ``[tokens, vocab]``.
+        divisor: float32, ``[]``, or ``None`` for 1.
+        row_weights: as in the forward.
+        vocab: length of a row.
+        dtypes: of the gradients of p and q, ``None`` for one that is not wanted.
+
+    Returns:
+        The gradients of p and q, ``[tokens, vocab]`` each, ``None`` if not wanted.
+    """
+    tokens = codes.shape[0]
+    wanted = [dtype for dtype in dtypes if dtype is not None]
+    signs = [s for s, dtype in zip((1, -1), dtypes, strict=True) if dtype is not None]
+    per_element = upstream.ndim == 2
+    tiling = _Tiling.of(tokens, vocab, [*wanted, *([jnp.float32] if per_element else [])])
+
+    inputs = [codes, tiling.gmem_view(upstream) if per_element else upstream.reshape(-1)]
+    inputs += [] if divisor is None else [divisor.reshape(1)]
+    inputs += [] if row_weights is None else [row_weights]
+    slot = plgpu.SMEM((tiling.slot,), jnp.float32)
+    scratch = [plgpu.SMEM((tiling.slot,), dtype) for dtype in wanted] if tiling.tail else []
+    scratch += [slot] if per_element else []
+    scratch += [plgpu.Barrier(num_arrivals=1, num_barriers=1)] if per_element else []
+    out_type = [jax.ShapeDtypeStruct((tokens, vocab), dtype) for dtype in wanted]
+
+    def body(*refs: Any) -> None:
+        codes_gmem, upstream_gmem, *rest = refs
+        divisor_gmem = None if divisor is None else rest.pop(0)
+        weights_gmem = None if row_weights is None else rest.pop(0)
+        out_gmem, rest = rest[: len(wanted)], rest[len(wanted) :]
+        out_smem, rest = (rest[: len(wanted)], rest[len(wanted) :]) if tiling.tail else (None, rest)
+
+        block = lax.axis_index("block")
+        row, tile = lax.div(block, _i32(tiling.tiles)), lax.rem(block, _i32(tiling.tiles))
+        if per_element:
+            upstream_smem, barrier = rest
+            _fetch_and_wait(tiling, upstream_gmem, upstream_smem, row, tile, barrier)
+        else:
+            scale = upstream_gmem[_i32(0) if upstream_gmem.shape[0] == 1 else row] * 0.5
+            if divisor_gmem is not None:
+                scale = scale / divisor_gmem[0]
+            if weights_gmem is not None:
+                scale = scale * weights_gmem[row]
+
+        codes = tiling.vector(codes_gmem[row, pl.ds(tile * LANES, LANES)]).astype(jnp.uint32)
+        if weights_gmem is not None:
+            # Selected, not multiplied: an ignored row may hold NaN.
+            codes = jnp.where(_splat(weights_gmem[row]) == 0, jnp.zeros_like(codes), codes)
+        gradients: list[list[Any]] = [[] for _ in wanted]
+        for k in range(tiling.sub_tiles):
+            code = (codes >> (2 * k)) & 3
+            if per_element:
+                value = tiling.sub_tile(upstream_smem, row, k) * 0.5
+                value = value if weights_gmem is None else value * weights_gmem[row]
+            else:
+                value = tiling.vector(_splat(scale))
+            for sign, dtype, gradient in zip(signs, wanted, gradients, strict=True):
+                gradient.append(_signed(code, value * sign).astype(dtype))
+        for i, x_gmem in enumerate(out_gmem):
+            x_smem = None if out_smem is None else out_smem[i]
+            tiling.store(gradients[i], x_gmem, x_smem, row, tile)
+
+    blocks = tokens * tiling.tiles
+    outputs = list(_call(body, "tvd_backward", out_type, blocks, scratch, inputs))
+    return [None if dtype is None else outputs.pop(0) for dtype in dtypes]
+
+
+def _fetch_and_wait(
+    tiling: _Tiling, x_gmem: Any, x_smem: Any, row: Any, tile: Any, barrier: Any
+) -> None:
+    """Brings one tile into shared memory, and waits for it."""
+
+    def by_copy() -> None:
+        tiling.fetch(x_gmem, x_smem, row, tile, barrier.at[0])
+        plgpu.barrier_wait(barrier.at[0])
+
+    def by_thread() -> None:
+        tiling.load_overhanging(x_gmem, x_smem, row, tile)
+        plgpu.commit_smem()
+
+    if tiling.aligned:
+        by_copy()
+        return
+    overhangs = tiling.overhangs(row, tile)
+    pl.when(jnp.logical_not(overhangs))(by_copy)
+    pl.when(overhangs)(by_thread)
+
+
+def _signed(code: Any, value: Any) -> Any:
+    """value, -value, 0 or NaN as the sign code says."""
+    zero, nan = jnp.zeros_like(value), jnp.full_like(value, jnp.nan)
+    signed = jnp.where(code == 1, value, jnp.where(code == 2, -value, zero))
+    return jnp.where(code == 3, nan, signed)

@@ -1,0 +1,56 @@
+"""The XLA implementation: the readable definition, differentiated by JAX itself."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def accumulation_dtype(p: jax.Array, q: jax.Array) -> jnp.dtype:
+    """float32, or float64 if either input is."""
+    return jnp.promote_types(jnp.promote_types(p.dtype, q.dtype), jnp.float32)
+
+
+def absolute_difference(p: jax.Array, q: jax.Array, kept: jax.Array | None) -> jax.Array:
+    """|p - q|, 0 in rows that are not kept.
+
+    The rows are selected before the difference, so that the gradient is selected too and a NaN in
+    an ignored row stays out of it. ``d * sign(d)`` because ``jnp.abs`` has the gradient 1 at 0.
+    """
+    dtype = accumulation_dtype(p, q)
+    p, q = p.astype(dtype), q.astype(dtype)
+    if kept is not None:
+        p, q = (jnp.where(kept[..., None], x, 0) for x in (p, q))
+    d = p - q
+    return d * lax.stop_gradient(jnp.sign(d))
+
+
+def loss(
+    p: jax.Array,
+    q: jax.Array,
+    row_weights: jax.Array | None,
+    normalizer: jax.Array | float | None,
+    reduction: str,
+) -> jax.Array:
+    """``tvd_loss`` of ``p, q [..., vocab]``; row_weights is 0 for an ignored token."""
+    kept = None if row_weights is None else row_weights != 0
+    elementwise = 0.5 * absolute_difference(p, q, kept)
+    if reduction == "none":
+        return elementwise if row_weights is None else elementwise * row_weights[..., None]
+    per_token = elementwise.sum(-1)
+    if row_weights is not None:
+        per_token = per_token * row_weights
+    if reduction == "per_token":
+        return per_token
+    total = per_token.sum()
+    if reduction == "sum":
+        return total
+    if normalizer is not None:
+        divisor = jnp.asarray(normalizer, total.dtype)
+    elif row_weights is not None:
+        divisor = row_weights.sum()
+    else:
+        divisor = jnp.asarray(per_token.size, total.dtype)
+    if reduction == "mean":
+        divisor = divisor * p.shape[-1]
+    # 0 / 0 counts as 0: with no token kept the loss is 0.
+    return total / jnp.where(total == 0, jnp.ones_like(divisor), divisor)
