@@ -1,0 +1,1 @@
+"""The parity suite: every implementation, the same inputs, one oracle."""

@@ -1,0 +1,71 @@
+"""The Pallas kernels lower for CUDA with plain CPU JAX: Mosaic rules that no interpreter checks.
+
+Interpreting kernels does not see Mosaic GPU's limits on layouts, copies and dtypes; lowering does.
+``make gpu-compile`` goes on to PTX and machine code.
+"""
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("jax") is None:
+    pytest.skip("needs jax", allow_module_level=True)
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from parity_tests.pallas_cases import CASES, TOKENS, Case
+from tvd_jax import compat
+
+
+def _lower(function, *arguments) -> str:
+    """Text of the module that ``function`` lowers to for CUDA."""
+    with compat.assume_cuda():
+        lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
+    return lowered.as_text()
+
+
+def _kernels(module: str) -> set[str]:
+    return {name for name in ("tvd_forward", "tvd_reduce", "tvd_backward") if name in module}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_lowers_for_cuda(case):
+    module = _lower(case.function(), *case.arguments())
+    assert "mosaic_gpu" in module
+    assert _kernels(module) == case.kernels
+
+
+def test_nothing_of_input_size_is_written_without_gradient():
+    module = _lower(Case(4096, grad=False).function(), *Case(4096).arguments())
+    calls = [line for line in module.splitlines() if "mosaic_gpu" in line]
+    assert calls
+    for line in calls:
+        outputs = line.rpartition("->")[2]
+        assert f"{TOKENS}x4096x" not in outputs and "ui8" not in outputs, outputs
+
+
+def test_exports_for_cuda():
+    pytest.importorskip("flatbuffers")
+    case = Case(4096, labels=True)
+    with compat.assume_cuda():
+        exported = jax.export.export(jax.jit(case.function()), platforms=("cuda",))(
+            *case.arguments()
+        )
+    assert jax.export.deserialize(exported.serialize()).platforms == ("cuda",)
+
+
+def test_the_check_can_fail():
+    def body(x_gmem, out_gmem):
+        out_gmem[...] = x_gmem[...] + 1.0  # 100 elements: a warpgroup's registers hold n * 128
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((100,), jnp.float32),
+        grid=(1,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    with pytest.raises(Exception, match="layout"):
+        _lower(kernel, jax.ShapeDtypeStruct((100,), jnp.float32))

@@ -1,0 +1,299 @@
+"""Contract clause 8: no host synchronisation, 2 bits kept per element, no recompilation."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parity_tests import inputs, oracle, routes
+from parity_tests.routes import Route
+from tvd_core.contract import LANES, code_tiles
+
+TOKENS, VOCAB = 4, 5000
+CODES_BYTES = TOKENS * code_tiles(VOCAB) * LANES
+# Per-token values, labels, weights and scalars: far below the smallest array of input size.
+SMALL = 64 * TOKENS + 64
+needs_cuda = pytest.mark.skipif(
+    not any(r.compiled_on_gpu for r in routes.ROUTES), reason="needs a CUDA GPU"
+)
+
+
+def arguments(route: Route, dtype: str = "float32") -> tuple[Any, Any, Any, dict[str, Any]]:
+    p, q = (route.array(x) for x in inputs.rows(TOKENS, VOCAB, dtype))
+    labels = route.array(inputs.labels_for(TOKENS))
+    options = {
+        "weights": route.array(inputs.weights_for(TOKENS)),
+        "normalizer": route.array(np.array(3.0, np.float32)),
+    }
+    return p, q, labels, options
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """A kernel that does nothing."""
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_clause_08_torch_keeps_2_bits_per_element(torch_kernel_route: Route) -> None:
+    import torch
+
+    p, q, labels, options = arguments(torch_kernel_route)
+    saved: list[Any] = []
+
+    def pack(x: Any) -> Any:
+        saved.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = torch_kernel_route.call(p.requires_grad_(), q.requires_grad_(), labels, **options)
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in saved}
+    assert CODES_BYTES <= sum(storages.values()) <= CODES_BYTES + SMALL
+    assert all(x.data_ptr() not in storages for x in (p, q))
+    assert loss.requires_grad
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode", "detached inputs"])
+def test_clause_08_torch_without_gradient_writes_nothing_of_input_size(
+    torch_kernel_route: Route, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every allocation goes through the dispatcher, which a mode can watch on any device."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from tvd_core import triton_kernels
+
+    # The launcher allocates; kernels are left out, because the interpreter has arrays of its own.
+    for name in ("tvd_forward_kernel", "tvd_reduce_kernel"):
+        monkeypatch.setattr(triton_kernels, name, {(TOKENS,): _nothing, (1,): _nothing})
+    allocated: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            known = {x.untyped_storage().data_ptr() for x in (p, q, labels)}
+            for x in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                    allocated.append(x.nbytes)
+            return out
+
+    p, q, labels, options = arguments(torch_kernel_route)
+    context = {
+        "no_grad": torch.no_grad,
+        "inference_mode": torch.inference_mode,
+        "detached inputs": torch.enable_grad,
+    }[mode]
+    if mode != "detached inputs":
+        p.requires_grad_()
+        q.requires_grad_()
+    with context(), Watch():
+        loss = torch_kernel_route.call(p, q, labels, **options)
+    assert not loss.requires_grad
+    assert 0 < sum(allocated) <= SMALL
+
+
+def test_clause_08_torch_kernel_memory_on_the_gpu(torch_kernel_route: Route) -> None:
+    if not torch_kernel_route.compiled_on_gpu:
+        pytest.skip("needs the kernels on a CUDA GPU")
+    import torch
+
+    tokens, vocab = 1024, 32768
+    p, q = (torch.rand(tokens, vocab, device="cuda") for _ in range(2))
+    torch_kernel_route.call(p, q)  # compiles
+    torch.cuda.synchronize()
+
+    def peak_of(run: Any) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        kept = run()
+        del kept
+        return torch.cuda.max_memory_allocated() - before
+
+    small = 64 * tokens
+    assert peak_of(lambda: torch_kernel_route.call(p, q)) <= small
+    codes = tokens * code_tiles(vocab) * LANES
+    p.requires_grad_()
+    assert peak_of(lambda: torch_kernel_route.call(p, q)) <= codes + small
+
+
+def test_clause_08_jax_keeps_2_bits_per_element(jax_kernel_route: Route) -> None:
+    import jax
+
+    p, q, labels, options = arguments(jax_kernel_route)
+    with jax_kernel_route.running():
+        _, vjp = jax.vjp(lambda p, q: jax_kernel_route.call(p, q, labels, **options), p, q)
+    kept = {id(x): x.nbytes for x in jax.tree.leaves(vjp) if hasattr(x, "nbytes")}
+    assert CODES_BYTES <= sum(kept.values()) <= CODES_BYTES + SMALL
+
+
+def _result_bytes(jaxpr: Any) -> list[int]:
+    """Bytes of every intermediate of a jaxpr, those inside a kernel left out."""
+    sizes = []
+    for equation in jaxpr.eqns:
+        sizes += [v.aval.size * v.aval.dtype.itemsize for v in equation.outvars]
+        if equation.primitive.name in ("core_map", "pallas_call", "run_state"):
+            continue
+        for parameter in equation.params.values():
+            inner = getattr(parameter, "jaxpr", parameter)
+            if hasattr(inner, "eqns"):
+                sizes += _result_bytes(inner)
+    return sizes
+
+
+def test_clause_08_jax_without_gradient_writes_nothing_of_input_size(
+    jax_kernel_route: Route,
+) -> None:
+    import jax
+
+    p, q, labels, options = arguments(jax_kernel_route)
+    with jax_kernel_route.running():
+        jaxpr = jax.make_jaxpr(lambda p, q: jax_kernel_route.call(p, q, labels, **options))(p, q)
+    sizes = _result_bytes(jaxpr.jaxpr)
+    assert sizes and max(sizes) <= SMALL
+
+
+# --- no host synchronisation ----------------------------------------------------------------------
+
+
+def test_clause_08_torch_reads_no_value_on_the_host(torch_route: Route) -> None:
+    """``.item()``, ``bool(tensor)`` and boolean indexing all end in one of these operators."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    called: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            called.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    p, q, labels, options = arguments(torch_route)
+    with Watch(), torch_route.running():
+        loss = torch_route.call(p.requires_grad_(), q.requires_grad_(), labels, **options)
+        torch.autograd.grad(loss, [p, q])
+    assert called and not {"_local_scalar_dense", "nonzero", "equal"} & set(called)
+
+
+@needs_cuda
+@pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum", "per_token", "none"])
+def test_clause_08_torch_does_not_synchronise(torch_route: Route, reduction: str) -> None:
+    import torch
+
+    p, q, labels, options = arguments(torch_route)
+    if reduction not in ("batchmean", "mean"):
+        options["normalizer"] = None
+    p.requires_grad_()
+    q.requires_grad_()
+    for _ in range(2):  # the first call compiles
+        for normalizer in (options["normalizer"], None):
+            options["normalizer"] = normalizer
+            loss = torch_route.call(p, q, labels, reduction=reduction, **options)
+            torch.autograd.grad(loss, [p, q], torch.ones_like(loss))
+        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def _reset_sync_debug_mode() -> Any:
+    yield
+    if routes.get("torch-triton").compiled_on_gpu:
+        import torch
+
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+def test_clause_08_torch_cuda_graph(torch_route: Route) -> None:
+    import torch
+
+    p, q, labels, options = arguments(torch_route)
+    p.requires_grad_()
+    q.requires_grad_()
+
+    def step() -> tuple[Any, ...]:
+        loss = torch_route.call(p, q, labels, **options)
+        return loss, *torch.autograd.grad(loss, [p, q])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    new_p, new_q = (torch_route.array(x) for x in inputs.rows(TOKENS, VOCAB, seed=9))
+    with torch.no_grad():
+        p.copy_(new_p)
+        q.copy_(new_q)
+    for _ in range(2):
+        graph.replay()
+    right = step()
+    for name, actual, expected in zip(("loss", "dp", "dq"), captured, right, strict=True):
+        oracle.assert_same_bits(name, torch_route.numpy(actual), torch_route.numpy(expected))
+
+
+@needs_cuda
+def test_clause_08_jax_moves_nothing_to_the_host(jax_route: Route) -> None:
+    import jax
+
+    p, q, labels, options = arguments(jax_route)
+    step = jax.jit(jax.value_and_grad(lambda p, q: jax_route.call(p, q, labels, **options), (0, 1)))
+    jax.block_until_ready(step(p, q))
+    with jax.transfer_guard("disallow"):
+        jax.block_until_ready(step(p, q))
+
+
+# --- no recompilation -----------------------------------------------------------------------------
+
+
+@needs_cuda
+def test_clause_08_triton_compiles_once_for_all_token_counts_and_ignore_indices(
+    torch_kernel_route: Route,
+) -> None:
+    import torch
+
+    from tvd_core import triton_kernels
+
+    def compiled() -> int:
+        kernels = [
+            triton_kernels.tvd_forward_kernel,
+            triton_kernels.tvd_reduce_kernel,
+            triton_kernels.tvd_backward_kernel,
+        ]
+        return sum(len(cache[0]) for k in kernels for cache in k.device_caches.values())
+
+    def step(tokens: int, ignore_index: int) -> None:
+        p, q = (torch_kernel_route.array(x).requires_grad_() for x in inputs.rows(tokens, VOCAB))
+        labels = torch_kernel_route.array(inputs.labels_for(tokens))
+        loss = torch_kernel_route.call(p, q, labels, ignore_index=ignore_index)
+        torch.autograd.grad(loss, [p, q])
+
+    step(4, -100)
+    before = compiled()
+    for tokens, ignore_index in ((1, -100), (16, 0), (33, 1), (4, 2**40)):
+        step(tokens, ignore_index)
+    assert before > 0 and compiled() == before
+
+
+def test_clause_08_jax_compiles_once_for_all_ignore_indices(jax_route: Route) -> None:
+    import jax
+
+    compilations: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if "backend_compile" in event:
+            compilations.append(event)
+
+    p, q, labels, _ = arguments(jax_route)
+    jax_route.numpy(jax_route.call(p, q, labels, ignore_index=-100))
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        jax_route.numpy(jax_route.call(p, q, labels, ignore_index=-100))
+        same = len(compilations)
+        jax_route.numpy(jax_route.call(p, q, labels, ignore_index=3))
+        assert len(compilations) == 2 * same, "a new ignore_index compiled again"
+        jax_route.numpy(jax_route.call(p[:3], q[:3], labels[:3]))
+        assert len(compilations) > 2 * same, "the listener counts nothing"
+    finally:
+        jax.monitoring.clear_event_listeners()

@@ -1,0 +1,249 @@
+"""Contract clause 12: the named implementation is used, or the call says why not and what to do."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from parity_tests import child, inputs, routes
+from parity_tests.routes import Route
+
+P, Q = inputs.rows(2, 70)
+
+
+# --- which kernel ran -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def triton_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the Triton kernels that are launched from PyTorch while the test runs."""
+    pytest.importorskip("triton")
+    from tvd_core import triton_kernels
+
+    names: list[str] = []
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self.name, self.kernel = name, getattr(triton_kernels, name)
+
+        def __getitem__(self, grid: Any) -> Any:
+            names.append(self.name)
+            return self.kernel[grid]
+
+    for name in ("tvd_forward_kernel", "tvd_reduce_kernel", "tvd_backward_kernel"):
+        monkeypatch.setattr(triton_kernels, name, Recorder(name))
+    return names
+
+
+def test_clause_12_torch_runs_the_named_implementation(
+    torch_route: Route, triton_launches: list[str]
+) -> None:
+    torch_route.run(P, Q)
+    kernels = ["tvd_forward_kernel", "tvd_reduce_kernel", "tvd_backward_kernel"]
+    assert triton_launches == (kernels if torch_route.is_kernel else [])
+
+
+def test_clause_12_torch_default_by_device(triton_launches: list[str]) -> None:
+    torch = pytest.importorskip("torch")
+    from tvd_torch import tvd_loss
+
+    p, q = torch.tensor(P), torch.tensor(Q)
+    tvd_loss(p, q)
+    assert triton_launches == []  # a CPU tensor: eager, whether an interpreter is there or not
+    if routes.get("torch-triton").compiled_on_gpu:
+        tvd_loss(p.cuda(), q.cuda())
+        assert triton_launches == ["tvd_forward_kernel", "tvd_reduce_kernel"]
+        tvd_loss(p.double().cuda(), q.double().cuda())
+        assert len(triton_launches) == 2  # float64: eager
+
+
+def test_clause_12_torch_kernels_seen_by_the_profiler(torch_route: Route) -> None:
+    if not torch_route.compiled_on_gpu:
+        pytest.skip("needs a CUDA GPU")
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch_route.run(P, Q)
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        torch_route.run(P, Q)
+        torch.cuda.synchronize()
+    ours = {event.name for event in profiled.events() if event.name.startswith("tvd_")}
+    expected = {"tvd_forward_kernel", "tvd_reduce_kernel", "tvd_backward_kernel"}
+    assert ours == (expected if torch_route.is_kernel else set())
+
+
+def _primitives(jaxpr: Any) -> set[str]:
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    names |= _primitives(inner)
+    return names
+
+
+PALLAS_PRIMITIVES = {"core_map", "pallas_call", "mpmd_map", "run_state"}
+# Custom calls in the compiled program.
+CALL_TARGETS = {"pallas": "mosaic_gpu", "triton": "triton_kernel_call"}
+
+
+def test_clause_12_jax_runs_the_named_implementation(jax_route: Route) -> None:
+    import jax
+
+    p, q = jax_route.array(P), jax_route.array(Q)
+    step = jax.value_and_grad(jax_route.call, (0, 1))
+    with jax_route.running():
+        found = _primitives(jax.make_jaxpr(step)(p, q).jaxpr)
+    assert bool(found & PALLAS_PRIMITIVES) == (jax_route.implementation == "pallas"), found
+    if not jax_route.compiled_on_gpu:
+        return
+    program = jax.jit(step).lower(p, q).compile().as_text()
+    for implementation, target in CALL_TARGETS.items():
+        assert (target in program) == (jax_route.implementation == implementation)
+
+
+def test_clause_12_jax_default_by_device() -> None:
+    jax = pytest.importorskip("jax")
+    import tvd_jax
+
+    pallas = routes.get("jax-pallas")
+    p, q = jax.numpy.asarray(P), jax.numpy.asarray(Q)
+    found = _primitives(jax.make_jaxpr(tvd_jax.tvd_loss)(p, q).jaxpr)
+    assert bool(found & PALLAS_PRIMITIVES) == pallas.compiled_on_gpu
+
+
+def test_clause_12_available_implementations_agree_with_calls() -> None:
+    """``None`` means that it runs; a reason means that the call fails with it."""
+    for framework in ("torch", "jax"):
+        for default in routes.runnable(framework)[-1:]:
+            package = pytest.importorskip(f"tvd_{framework}")
+            for name, reason in package.available_implementations().items():
+                p, q = default.array(P), default.array(Q)
+                if reason is None:
+                    package.tvd_loss(p, q, implementation=name)
+                    continue
+                with pytest.raises(ValueError) as raised:
+                    package.tvd_loss(p, q, implementation=name)
+                assert reason in str(raised.value)
+
+
+# --- errors with a remedy -------------------------------------------------------------------------
+
+TORCH_CALL = """
+import torch, tvd_torch
+p = torch.full((2, 8), 0.125)
+print(tvd_torch.available_implementations()["triton"])
+assert float(tvd_torch.tvd_loss(p, p)) == 0
+try:
+    tvd_torch.tvd_loss(p, p, implementation="triton")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_clause_12_triton_on_a_cpu_without_the_interpreter() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    out = child.run(TORCH_CALL, without=("TRITON_INTERPRET",), CUDA_VISIBLE_DEVICES="")
+    reason, error = out.splitlines()
+    assert error == f"implementation 'triton' cannot run: {reason}"
+    assert reason.startswith("no CUDA GPU is available: use implementation 'eager'")
+    assert "TRITON_INTERPRET=1" in reason
+
+
+def test_clause_12_cpu_tensor_beside_a_gpu() -> None:
+    route = routes.get("torch-triton")
+    if not route.compiled_on_gpu:
+        pytest.skip("needs a CUDA GPU")
+    import torch
+
+    import tvd_torch
+
+    with pytest.raises(ValueError) as raised:
+        tvd_torch.tvd_loss(torch.tensor(P), torch.tensor(Q), implementation="triton")
+    assert str(raised.value) == (
+        "implementation 'triton' needs tensors on a CUDA GPU, got p on cpu: "
+        "move them there or use implementation 'eager'"
+    )
+
+
+HIDE = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Hidden())
+def hidden_find_spec(name, package=None):
+    return None if name.split(".")[0] in {names} else find_spec(name, package)
+importlib.util.find_spec = hidden_find_spec
+"""
+
+
+def hide(*names: str) -> str:
+    """Code that makes these packages look as if they were not installed."""
+    return HIDE.format(names=repr(names))
+
+
+def test_clause_12_triton_not_installed() -> None:
+    pytest.importorskip("torch")
+    out = child.run(hide("triton") + TORCH_CALL)
+    reason, error = out.splitlines()
+    assert error == f"implementation 'triton' cannot run: {reason}"
+    assert reason == "Triton is not installed: pip install triton, or use implementation 'eager'"
+
+
+JAX_CALL = """
+import jax.numpy as jnp, tvd_jax
+p = jnp.full((2, 8), 0.125)
+print(tvd_jax.available_implementations()["NAME"])
+assert float(tvd_jax.tvd_loss(p, p, implementation="xla")) == 0
+try:
+    tvd_jax.tvd_loss(p, p, implementation="NAME")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["pallas", "triton"])
+def test_clause_12_jax_kernels_on_a_cpu(name: str) -> None:
+    pytest.importorskip("jax")
+    out = child.run(JAX_CALL.replace("NAME", name), JAX_PLATFORMS="cpu")
+    reason, error = out.splitlines()
+    assert reason != "None" and reason in error
+    assert f"implementation {name!r}" in error and "'xla'" in error
+
+
+def test_clause_12_jax_triton_not_installed() -> None:
+    pytest.importorskip("jax")
+    out = child.run(hide("jax_triton") + JAX_CALL.replace("NAME", "triton"))
+    reason, error = out.splitlines()
+    assert reason in error and "pip install" in reason and "jax-triton" in reason
+
+
+def test_clause_12_pallas_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jax")
+    import tvd_jax
+    from tvd_jax import compat
+
+    monkeypatch.setattr(compat, "gpu_compute_capability", lambda: (8, 0))
+    reason = tvd_jax.available_implementations()["pallas"]
+    assert reason is not None and "Hopper" in reason and "8.0" in reason
+    route = routes.get("jax-xla")
+    with pytest.raises(ValueError) as raised:
+        tvd_jax.tvd_loss(route.array(P), route.array(Q), implementation="pallas")
+    assert reason in str(raised.value)
+
+
+def test_clause_12_no_silent_fallback_in_numbers(kernel_route: Route) -> None:
+    """The kernels' summation order shows in the bits: another order gives another value."""
+    from tvd_core.reference import per_token_float32
+
+    p, q = inputs.rows(3, 4500)
+    per_token = kernel_route.loss(p, q, reduction="per_token")
+    np.testing.assert_array_equal(per_token, per_token_float32(p, q))
+    naive = np.float32(0.5) * np.add.accumulate(np.abs(p - q), axis=1, dtype=np.float32)[:, -1]
+    assert (naive != per_token).any()
