@@ -1,0 +1,232 @@
+"""Command line: ``python -m bench`` runs the main job; see ``--help`` for its parts."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bench import Unavailable, parity, published, report, results, timing
+from bench.child import PROJECT, make_backend
+from bench.gpus import detect_gpu
+from bench.run import FRAMEWORKS, IMPLEMENTATIONS, Plan, default_plan, run
+from bench.shapes import GROUPS, INPUTS, PHASES, Shape, parse_shapes
+
+OUTPUT = results.ROOT / "build" / "bench"
+console = Console(markup=False)
+if not console.is_terminal:
+    console = Console(markup=False, width=130)
+
+
+def _words(allowed: tuple[str, ...]) -> Any:
+    def parse(argument: str) -> list[str]:
+        words = [word.strip() for word in argument.split(",") if word.strip()]
+        unknown = [word for word in words if word not in allowed]
+        if unknown or not words:
+            raise argparse.ArgumentTypeError(
+                f"{argument!r}: choose from {', '.join(allowed)}, separated by commas"
+            )
+        return words
+
+    return parse
+
+
+def _shapes(argument: str) -> list[Shape]:
+    try:
+        return parse_shapes(argument)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    measure = commands.add_parser("run", help="measure rows into one results file")
+    for target in (parser, measure):
+        target.add_argument("--protocol", choices=("kernel", "published"), default="kernel")
+        target.add_argument(
+            "--device", choices=("cpu", "cuda"), help="default: a GPU if there is one"
+        )
+    measure.add_argument("--impl", type=_words(IMPLEMENTATIONS), help="comma-separated")
+    measure.add_argument(
+        "--shapes",
+        type=_shapes,
+        help=f"TOKENSxVOCAB[:dtype[:inputs]], or groups: {', '.join(GROUPS)}",
+    )
+    measure.add_argument("--phases", type=_words((*PHASES, "full")))
+    measure.add_argument("--inputs", choices=INPUTS[:2], help="inputs of all shapes")
+    measure.add_argument("--repeats", type=int, help="most kernel samples per row")
+    measure.add_argument("-o", "--output", type=Path, required=True)
+    merging = commands.add_parser("merge", help="join parts that were measured alike")
+    merging.add_argument("parts", nargs="+", type=Path)
+    merging.add_argument("-o", "--output", type=Path, required=True)
+    table = commands.add_parser("table", help="markdown table of a results file")
+    table.add_argument("file", type=Path)
+    table.add_argument("--readme", type=Path, help="rewrite the block between the markers there")
+    table.add_argument("--phases", type=_words(PHASES), default=["forward", "total"])
+    table.add_argument("--impl", type=_words(IMPLEMENTATIONS), help="columns; default: all")
+    show = commands.add_parser("show", help="every row of a results file on the terminal")
+    show.add_argument("file", type=Path)
+    plots = commands.add_parser("plot", help="PNG plots of a results file")
+    plots.add_argument("file", type=Path)
+    plots.add_argument("-o", "--output", type=Path, required=True)
+    check = commands.add_parser("selfcheck", help="compare the clocks on a big copy (needs a GPU)")
+    check.add_argument("--framework", choices=tuple(FRAMEWORKS))
+    check.add_argument("--reader", type=int, choices=(0, 1), help="in order of preference")
+    return parser
+
+
+def _device(asked: str | None) -> str:
+    return asked or ("cuda" if detect_gpu() else "cpu")
+
+
+def _plan(arguments: argparse.Namespace) -> Plan:
+    plan = default_plan(_device(arguments.device))
+    if arguments.protocol == "published":
+        plan.implementations = list(published.IMPLEMENTATIONS)
+        plan.phases = list(published.MODES)
+        vocabs = (shape.vocab for shape in GROUPS["table-float32"][1])
+        plan.shapes = [Shape(published.TOKENS, vocab, inputs="randn") for vocab in vocabs]
+    plan.shapes = getattr(arguments, "shapes", None) or plan.shapes
+    plan.implementations = getattr(arguments, "impl", None) or plan.implementations
+    plan.phases = getattr(arguments, "phases", None) or plan.phases
+    plan.repeats = getattr(arguments, "repeats", None) or plan.repeats
+    kind = "randn" if arguments.protocol == "published" else getattr(arguments, "inputs", None)
+    if kind:
+        plan.shapes = [Shape(s.tokens, s.vocab, s.dtype, kind) for s in plan.shapes]
+    return plan
+
+
+def _measure(plan: Plan, protocol: str, output: Path) -> results.Result:
+    module = "bench.published" if protocol == "published" else "bench.child"
+    return run(plan, output, protocol, module)
+
+
+def _exit_code(rows: list[dict[str, Any]]) -> int:
+    """1 if an implementation of this project is wrong or broke; what a peer does is a finding."""
+    bad = ("wrong", "failed")
+    return int(any(row["status"] in bad and row["implementation"] in PROJECT for row in rows))
+
+
+def _main_job(arguments: argparse.Namespace) -> int:
+    """The whole run on a GPU; on a CPU, the interpreters and the stored figures besides."""
+    plan = _plan(arguments)
+    names = ", ".join(plan.implementations)
+    where = "GPU found" if plan.device == "cuda" else "No GPU found"
+    console.print(f"{where}: measuring {names} on {len(plan.shapes)} shapes")
+    output = OUTPUT / f"{arguments.protocol}-{plan.device}.json"
+    result = _measure(plan, arguments.protocol, output)
+    report.print_result(result, console)
+    code = _exit_code(result["rows"])
+    if plan.device == "cpu":
+        code |= _interpreters()
+        _stored()
+    for path in report.plot(result, OUTPUT / "plots"):
+        console.print(f"wrote {path}")
+    return code
+
+
+def _interpreters() -> int:
+    console.print("\nParity of the kernels in the interpreters (no GPU needed):")
+    code = 0
+    for outcome in parity.interpreters():
+        for case in outcome["cases"]:
+            start = f"  {outcome['route']} {case['shape']}: {case['status']}"
+            if "loss_relative_error" in case:
+                facts = (
+                    f"loss off by {case['loss_relative_error']:.1e} of float64's, per-token bits "
+                    f"{'equal' if case['per_token_bits'] else 'DIFFER'}, codes "
+                    f"{'equal' if case['codes_equal'] else 'DIFFER'}, gradients "
+                    f"{'equal' if case['gradients_equal'] else 'DIFFER'}"
+                )
+            else:
+                facts = case["reason"]
+            console.print(f"{start} ({facts})", highlight=False, soft_wrap=True)
+            code |= int(case["status"] in ("wrong", "failed"))
+    return code
+
+
+def _stored() -> None:
+    """The committed GPU results, for comparison."""
+    for path in sorted(results.STORED.glob("*.json")):
+        console.print(f"\nStored GPU results: {path.relative_to(results.ROOT)}")
+        report.print_result(results.read_result(path), console, ("forward", "total"))
+    if not any(results.STORED.glob("*.json")):
+        console.print(f"\nNo stored GPU results in {results.STORED.relative_to(results.ROOT)}")
+
+
+def _selfcheck(framework: str | None, reader_number: int | None) -> int:
+    """Each reader against CUDA events on a 1 GiB copy, in a process of its own."""
+    if framework is None or reader_number is None:
+        base = [sys.executable, "-m", "bench", "selfcheck"]
+        codes = [
+            subprocess.run(
+                [*base, "--framework", name, "--reader", str(number)], cwd=results.ROOT
+            ).returncode
+            for name in ([framework] if framework else FRAMEWORKS)
+            for number in range(2)
+        ]
+        return int(any(codes))
+    backend = make_backend(framework, "cuda")
+    size = 2**30
+    copy = backend.copy_call(size)
+    backend.sync(copy())
+    event_us = backend.copy_event_us(copy)
+    make = backend.reader_makers()[reader_number]
+    reader, reasons = timing.choose_reader([make], copy, backend.sync)
+    if reader is None:
+        console.print(f"{framework}: {'; '.join(reasons)}", soft_wrap=True)
+        return 1
+    timed = timing.time_call(copy, backend.sync, backend.flush, reader, 9)
+    us = timed["kernel_us"]
+    against = f", {us / event_us:.3f} of CUDA events' {event_us:.1f} µs" if event_us else ""
+    console.print(
+        f"{framework} {reader.name}: {us:.1f} µs, {2 * size / us / 1e6:.2f} TB/s{against}; wall "
+        f"{timed['wall_us']:.1f} µs; activities: {timed['kernel_names']}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    return 0
+
+
+def main() -> int:
+    """Entry point; returns the exit code."""
+    arguments = _parser().parse_args()
+    try:
+        match arguments.command:
+            case None:
+                return _main_job(arguments)
+            case "run":
+                result = _measure(_plan(arguments), arguments.protocol, arguments.output)
+                report.print_result(result, console)
+                return _exit_code(result["rows"])
+            case "merge":
+                results.write_result(arguments.output, results.merge(arguments.parts))
+                console.print(f"wrote {arguments.output}")
+            case "table":
+                columns = tuple(arguments.impl) if arguments.impl else None
+                result = results.read_result(arguments.file)
+                block = report.markdown(result, tuple(arguments.phases), columns)
+                if arguments.readme:
+                    report.rewrite_readme(arguments.readme, block)
+                else:
+                    print(block)
+            case "show":
+                report.print_result(results.read_result(arguments.file), console)
+            case "plot":
+                for path in report.plot(results.read_result(arguments.file), arguments.output):
+                    console.print(f"wrote {path}")
+            case "selfcheck":
+                return _selfcheck(arguments.framework, arguments.reader)
+    except (results.ResultsError, Unavailable) as error:
+        console.print(f"error: {error}", style="red", soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
