@@ -362,7 +362,7 @@ def forward(
     """
     tokens, vocab = p.shape
     tiling = _Tiling.of(tokens, vocab, (p.dtype, q.dtype))
-    stages = config.PALLAS_STAGES if tiling.aligned else config.PALLAS_UNALIGNED_STAGES
+    stages = config.PALLAS_STAGES
 
     out_type = {"per_token": jax.ShapeDtypeStruct((tokens,), jnp.float32)}
     scratch = {
