@@ -23,7 +23,7 @@ def triton_forward_warps(vocab: int, keep_codes: bool) -> int:
 
 def triton_backward_grid(tokens: int, vocab: int) -> int:
     """Programs of the backward: one for each tile of TILE elements of a row."""
-    return tokens * code_tiles(vocab)
+    return tokens * code_tiles(vocab + (15 if vocab % 16 else 0))
 
 
 # Pallas: slots of the shared-memory ring, and the shared memory that the blocks of one SM take

@@ -84,6 +84,7 @@ def forward(
         HAS_WEIGHTS=row_weights is not None,
         KEEP_CODES=keep_codes,
         ELEMENTWISE=elementwise,
+        ALIGNED=vocab % 16 == 0,
     )
     return per_token, codes_out if keep_codes else None, values_out if elementwise else None
 
@@ -159,5 +160,6 @@ def backward(
         HAS_WEIGHTS=row_weights is not None,
         WANT_P=dtypes[0] is not None,
         WANT_Q=dtypes[1] is not None,
+        ALIGNED=vocab % 16 == 0,
     )
     return [None if dtype is None else g for dtype, g in zip(dtypes, gradients, strict=True)]

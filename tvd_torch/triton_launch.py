@@ -95,6 +95,7 @@ def forward(
                 **row_flags,
                 KEEP_CODES=keep_codes,
                 ELEMENTWISE=elementwise is not None,
+                ALIGNED=vocab % 16 == 0,
                 num_warps=config.triton_forward_warps(vocab, keep_codes),
             )
         if reduction == "per_token":
@@ -166,6 +167,7 @@ def backward(
             HAS_WEIGHTS=weights is not None,
             WANT_P=dp is not None,
             WANT_Q=dq is not None,
+            ALIGNED=vocab % 16 == 0,
             num_warps=config.TRITON_BACKWARD_WARPS,
         )
     return dp, dq
