@@ -7,18 +7,13 @@ from tvd_core.contract import code_tiles
 
 TRITON_REDUCE_WARPS = 4
 # One tile a program, programs in the order of memory: float32 73 at vocab 4096 and 573 at 32768,
-# against 78 and 650 with a row a program. 2 and 4 warps are no faster.
+# against 78 and 650 with a row a program. 1, 2 and 4 warps: 574, 576, 581; at 50257 919, 947, 915.
 TRITON_BACKWARD_WARPS = 1
 
 
-def triton_forward_warps(vocab: int, keep_codes: bool) -> int:
-    """Warps of the forward: 512 lanes on 4 warps are a 16-byte float32 load a thread and sub-tile.
-
-    Without codes and with rows that are not aligned (loads of one element), one warp is best: at
-    vocab 50257 float32 1431 against 1674 with 4 warps. With codes 4 warps are best everywhere: at
-    4096 129 against 224 with 2 and 403 with 8, at 50257 1618 against 1780 and 2775.
-    """
-    return 1 if vocab % 16 and not keep_codes else 4
+# 512 lanes on 4 warps are a 16-byte float32 load a thread and sub-tile. With codes, at vocab 4096:
+# 129, against 378 with 1 warp, 224 with 2 and 403 with 8; at 50257: 1573 (2 warps 1589, 1 4651).
+TRITON_FORWARD_WARPS = 4
 
 
 def triton_backward_grid(tokens: int, vocab: int) -> int:

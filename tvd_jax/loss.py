@@ -22,6 +22,7 @@ from tvd_jax import compat, triton_launch, xla
 
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 _ARRAY_TYPES = (jax.Array, np.ndarray)
+_ARCHITECTURE = {(8, 0): "Ampere", (9, 0): "Hopper"}
 _MINIMUM_CAPABILITY = {"pallas": (9, 0), "triton": (8, 0)}
 
 
@@ -48,8 +49,9 @@ def _unavailable_reason(implementation: str) -> str | None:
         )
     if capability < needed:
         return (
-            f"it needs a GPU of compute capability {needed[0]}.{needed[1]} or newer, this one has "
-            f"{capability[0]}.{capability[1]}: use {_others(implementation)}"
+            f"it needs a GPU of the {_ARCHITECTURE[needed]} generation (compute capability "
+            f"{needed[0]}.{needed[1]}) or newer, this one has {capability[0]}.{capability[1]}: use "
+            f"{_others(implementation)}"
         )
     return None
 

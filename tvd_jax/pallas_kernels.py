@@ -191,16 +191,14 @@ class _Tiling:
         first, shift = first + tile * TILE, self.shift(row)
 
         def load(size: int) -> None:
-            whole = size // WARPGROUP
+            def window(i: Any, width: int) -> None:
+                at = (*index, pl.ds(first + i, width))
+                x_smem[pl.ds(shift + i, width)] = _vector(x_gmem[at], 1)
 
-            @pl.loop(_i32(0), _i32(whole))
-            def _(i: Any) -> None:
-                at = (*index, pl.ds(first + i * WARPGROUP, WARPGROUP))
-                x_smem[pl.ds(shift + i * WARPGROUP, WARPGROUP)] = _vector(x_gmem[at], 1)
-
-            @pl.loop(_i32(whole * WARPGROUP), _i32(size))
-            def _(i: Any) -> None:
+            def element(i: Any) -> None:
                 x_smem[shift + i] = x_gmem[(*index, first + i)]
+
+            _by_thread(size, window, element)
 
         self.full_or_tail(tile, lambda: load(TILE), lambda: load(self.tail))
 
@@ -241,16 +239,29 @@ class _Tiling:
         return (tile * (TILE // LANES) + k) * LANES
 
     def _store_by_thread(self, x_smem: Any, x_gmem: Any, row: Any, tile: Any) -> None:
-        whole = self.tail // WARPGROUP
+        first = tile * TILE
 
-        @pl.loop(_i32(0), _i32(whole))
-        def _(i: Any) -> None:
-            values = _vector(x_smem[pl.ds(i * WARPGROUP, WARPGROUP)], 1)
-            x_gmem[row, pl.ds(tile * TILE + i * WARPGROUP, WARPGROUP)] = values
+        def window(i: Any, width: int) -> None:
+            x_gmem[row, pl.ds(first + i, width)] = _vector(x_smem[pl.ds(i, width)], 1)
 
-        @pl.loop(_i32(whole * WARPGROUP), _i32(self.tail))
-        def _(i: Any) -> None:
-            x_gmem[row, tile * TILE + i] = x_smem[i]
+        def element(i: Any) -> None:
+            x_gmem[row, first + i] = x_smem[i]
+
+        _by_thread(self.tail, window, element)
+
+
+def _by_thread(size: int, window: Any, element: Any) -> None:
+    """Covers ``size`` elements by windows of a warpgroup, or one by one if they are fewer.
+
+    The last window is moved back into the range, over elements that are done already.
+    """
+    if size < WARPGROUP:
+        pl.loop(_i32(0), _i32(size))(element)
+        return
+
+    @pl.loop(_i32(0), _i32(-(-size // WARPGROUP)))
+    def _(i: Any) -> None:
+        window(lax.min(i * WARPGROUP, _i32(size - WARPGROUP)), WARPGROUP)
 
 
 def _fill_ring(steps: Any, stages: int, fetch: Any) -> None:
@@ -321,7 +332,7 @@ def _call(
 ) -> Any:
     # XLA may fuse a slice into the call and hand over a pointer that is only 8-byte aligned (JAX
     # 0.11); TMA needs 16. The barrier keeps the slice apart.
-    inputs = lax.optimization_barrier(tuple(inputs))
+    inputs = [x if x.size == 1 else lax.optimization_barrier(x) for x in inputs]
     outputs = plgpu.kernel(
         body,
         out_type=out_type,
@@ -495,8 +506,11 @@ def reduce(
     inputs = [jnp.pad(per_token, padding)]
     if counted:
         inputs.append(jnp.pad(row_weights, padding))
-    elif normalizer is not None:
-        inputs.append(jnp.asarray(normalizer, jnp.float32).reshape(1))
+    else:
+        # An input even where it is known: XLA, which interprets, would turn the division by a
+        # constant into a product.
+        number = normalizer if normalizer is not None else tokens if normalized else 1
+        inputs.append(jnp.asarray(number, jnp.float32).reshape(1))
 
     def lane_sum(x_gmem: Any) -> Any:
         def step(i: Any, acc: Any) -> Any:
@@ -512,19 +526,13 @@ def reduce(
         zero = _vector(_splat(jnp.float32(0)))
         return _sum_lanes(lax.fori_loop(_i32(0), _i32(steps), step, zero))
 
-    def body(per_token_gmem: Any, *refs: Any) -> None:
-        *extra, loss_gmem, divisor_gmem = refs
+    def body(per_token_gmem: Any, divisor_gmem: Any, loss_gmem: Any, out_gmem: Any) -> None:
         total = lane_sum(per_token_gmem)
-        if counted:
-            divisor = lane_sum(extra[0])
-        elif extra:
-            divisor = extra[0][0]
-        else:
-            divisor = jnp.float32(tokens if normalized else 1)
+        divisor = lane_sum(divisor_gmem) if counted else divisor_gmem[0]
         divisor = divisor * jnp.float32(factor)
         # 0 / 0 counts as 0: with no token kept the loss is 0.
         loss_gmem[0] = jnp.where(total == 0, jnp.float32(0), total / divisor)
-        divisor_gmem[0] = divisor
+        out_gmem[0] = divisor
 
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
     loss, divisor = _call(body, "tvd_reduce", [one, one], 1, [], inputs)

@@ -79,7 +79,7 @@ def forward(
             values if elementwise else jax.ShapeDtypeStruct((1,), jnp.float32),
         ],
         grid=tokens,
-        num_warps=config.triton_forward_warps(vocab, keep_codes),
+        num_warps=config.TRITON_FORWARD_WARPS,
         HAS_LABELS=False,
         HAS_WEIGHTS=row_weights is not None,
         KEEP_CODES=keep_codes,

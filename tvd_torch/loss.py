@@ -120,7 +120,11 @@ def tvd_loss(
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
     if torch.compiler.is_compiling():
         return _compiled_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
-    return _TritonLoss.apply(p, q, labels, weights, normalizer, reduction, ignore_index)
+    # Asked here, because ctx.needs_input_grad says yes under no_grad too.
+    keep_codes = torch.is_grad_enabled() and (p.requires_grad or q.requires_grad)
+    arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, keep_codes)
+    loss: Tensor = _TritonLoss.apply(*arguments)
+    return loss
 
 
 class TVDLoss(torch.nn.Module):
@@ -245,15 +249,14 @@ class _TritonLoss(torch.autograd.Function):
         normalizer: Tensor | float | None,
         reduction: str,
         ignore_index: int,
+        keep_codes: bool,
     ) -> Tensor:
-        keep_codes = any(ctx.needs_input_grad[:2])
         loss, codes, divisor, _ = triton_launch.forward(
             p, q, labels, weights, normalizer, reduction, ignore_index, keep_codes
         )
-        if keep_codes:
-            ctx.save_for_backward(codes, divisor, labels, weights)
-            ctx.shape, ctx.reduction, ctx.ignore_index = p.shape, reduction, ignore_index
-            ctx.dtypes = p.dtype, q.dtype
+        ctx.save_for_backward(codes, divisor, labels, weights)
+        ctx.shape, ctx.reduction, ctx.ignore_index = p.shape, reduction, ignore_index
+        ctx.dtypes = p.dtype, q.dtype
         return loss
 
     @staticmethod
@@ -267,7 +270,7 @@ class _TritonLoss(torch.autograd.Function):
         # Only create_graph=True needs the gradient to be differentiable in its turn.
         run = _TritonGradient.apply if torch.is_grad_enabled() else triton_launch.backward
         dp, dq = run(*arguments, ctx.reduction, ctx.ignore_index)
-        return dp, dq, None, None, None, None, None
+        return dp, dq, *(None,) * 6
 
 
 class _TritonGradient(torch.autograd.Function):

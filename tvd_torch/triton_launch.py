@@ -5,6 +5,7 @@ Triton's interpreter (TRITON_INTERPRET, read when Triton is imported) to the cal
 """
 
 import contextlib
+import functools
 import importlib.util
 from typing import Any
 
@@ -18,11 +19,25 @@ from tvd_core.contract import LANES, NORMALIZED_REDUCTIONS, code_tiles
 _UPSTREAM = {"per_token": 1, "none": 2}
 
 
+@torch.compiler.assume_constant_result
 def unavailable_reason() -> str | None:
     """Why the Triton kernels cannot run in this process, or ``None`` if they can."""
+    return _unavailable_reason()
+
+
+@torch.compiler.assume_constant_result
+def interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, which takes CPU tensors."""
+    return _interpreting()
+
+
+# Looked up once: finding a module costs tens of microseconds. The cache is inside, because Dynamo
+# would trace through a cached function and not call it.
+@functools.cache
+def _unavailable_reason() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton, or use implementation 'eager'"
-    if interpreting() or torch.cuda.is_available():
+    if _interpreting() or torch.cuda.is_available():
         return None
     return (
         "no CUDA GPU is available: use implementation 'eager', or set TRITON_INTERPRET=1 before "
@@ -30,8 +45,8 @@ def unavailable_reason() -> str | None:
     )
 
 
-def interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, which takes CPU tensors."""
+@functools.cache
+def _interpreting() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
@@ -96,7 +111,7 @@ def forward(
                 KEEP_CODES=keep_codes,
                 ELEMENTWISE=elementwise is not None,
                 ALIGNED=vocab % 16 == 0,
-                num_warps=config.triton_forward_warps(vocab, keep_codes),
+                num_warps=config.TRITON_FORWARD_WARPS,
             )
         if reduction == "per_token":
             return per_token, codes, None, per_token
