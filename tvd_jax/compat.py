@@ -89,6 +89,15 @@ def layout_cast(x: Any, layout: Any) -> Any:
     return x if _interpreting else plgpu.layout_cast(x, layout)
 
 
+def enable_x64() -> contextlib.AbstractContextManager[Any]:
+    """Traces 64-bit types inside it."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(True)
+    from jax.experimental import enable_x64 as context
+
+    return context(True)
+
+
 def _varying_axes(x: Any) -> frozenset[str]:
     aval = jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)

@@ -45,6 +45,20 @@ def _vector(x: Any, vec_size: int = 4) -> Any:
     return compat.layout_cast(x, plgpu.Layout.WG_STRIDED(x.shape, vec_size=vec_size))
 
 
+def _divide(a: Any, b: Any) -> Any:
+    """``a / b`` of float32 scalars, rounded to nearest.
+
+    XLA has LLVM divide float32 to within 2 units in the last place (``div.full.f32``), for Mosaic
+    too, and then every few calls differ in a bit from Triton's ``div_rn``. ``a * (1 / b)`` in
+    float64 is closer to the quotient than a quotient of float32 can come to the middle between two
+    others. LLVM would turn a plain ``a / b`` back into a division of float32.
+    """
+    with compat.enable_x64():
+        a, b = (lax.convert_element_type(x, jnp.float64) for x in (a, b))
+        quotient = lax.mul(a, lax.div(jnp.float64(1), b))
+        return lax.convert_element_type(quotient, jnp.float32)
+
+
 def _splat(scalar: Any) -> Any:
     """The scalar in every lane: a select between vectors wants a vector condition."""
     return jnp.full((LANES,), scalar)
@@ -531,7 +545,7 @@ def reduce(
         divisor = lane_sum(divisor_gmem) if counted else divisor_gmem[0]
         divisor = divisor * jnp.float32(factor)
         # 0 / 0 counts as 0: with no token kept the loss is 0.
-        loss_gmem[0] = jnp.where(total == 0, jnp.float32(0), total / divisor)
+        loss_gmem[0] = jnp.where(total == 0, jnp.float32(0), _divide(total, divisor))
         out_gmem[0] = divisor
 
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -591,7 +605,7 @@ def backward(
         else:
             scale = upstream_gmem[_i32(0) if upstream_gmem.shape[0] == 1 else row] * 0.5
             if divisor_gmem is not None:
-                scale = scale / divisor_gmem[0]
+                scale = _divide(scale, divisor_gmem[0])
             if weights_gmem is not None:
                 scale = scale * weights_gmem[row]
 
