@@ -112,7 +112,22 @@ def write_result(path: Path, result: Result) -> None:
     write_atomically(path, f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n')
 
 
+def _read_journal(path: Path) -> Result:
+    """The rows that an interrupted run had finished, as a results file of their own."""
+    stamp, *lines = (json.loads(line) for line in path.read_text().splitlines())
+    rows = []
+    for line in lines:
+        if "environment" in line:
+            stamp |= line["environment"]
+        else:
+            rows.append(line)
+    return {"environment": stamp, "rows": rows}
+
+
 def read_result(path: Path) -> Result:
+    """Reads a results file, or the journal of a run that was cut off."""
+    if path.suffix == ".journal":
+        return _read_journal(path)
     try:
         result = json.loads(path.read_text())
     except (OSError, json.JSONDecodeError) as error:

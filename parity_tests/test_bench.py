@@ -563,3 +563,12 @@ def test_command_line_refuses_unknown_words(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "torch-triton" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_journal_reads_as_a_result(tmp_path: Path) -> None:
+    journal = tmp_path / "part.json.journal"
+    lines = [{"commit": "a", "gpu": None}, {"environment": {"sms": 132}}, {"phase": "forward"}]
+    journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = results.read_result(journal)
+    assert result["environment"] == {"commit": "a", "gpu": None, "sms": 132}
+    assert result["rows"] == [{"phase": "forward"}]
