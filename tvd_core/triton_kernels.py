@@ -158,8 +158,9 @@ def tvd_forward_kernel(
     )
     kept = weight != 0.0
     shift = _shift(row, vocab, ALIGNED)
-    # A product, so that the compiler sees that the windows are aligned.
-    base = row * vocab if ALIGNED else row * vocab // 16 * 16
+    # A product, so that the compiler sees that the windows are aligned; jax-triton does not tell it
+    # that vocab is a multiple of 16.
+    base = row * vocab // 16 * 16
     # Elementwise values of an ignored row have to be written too (as 0).
     end = vocab + shift if ELEMENTWISE else tl.where(kept, vocab + shift, 0)
     full = end // TILE * TILE
@@ -376,7 +377,7 @@ def tvd_backward_kernel(
     row = (tl.program_id(0) // windows).to(tl.int64)
     start = tl.program_id(0) % windows * TILE
     shift = _shift(row, vocab, ALIGNED)
-    base = row * vocab if ALIGNED else row * vocab // 16 * 16
+    base = row * vocab // 16 * 16
     weight = _row_weight(
         labels_ptr, weights_ptr, ignore_index, row, row >= 0, HAS_LABELS, HAS_WEIGHTS
     )

@@ -7,6 +7,7 @@ Triton's interpreter (TRITON_INTERPRET, read when Triton is imported) to the cal
 import contextlib
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,13 +20,19 @@ from tvd_core.contract import LANES, NORMALIZED_REDUCTIONS, code_tiles
 _UPSTREAM = {"per_token": 1, "none": 2}
 
 
-@torch.compiler.assume_constant_result
+def _constant_to_dynamo(function: Callable[[], Any]) -> Callable[[], Any]:
+    """What ``torch.compiler.assume_constant_result`` does, which would import Triton to do it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_to_dynamo
 def unavailable_reason() -> str | None:
     """Why the Triton kernels cannot run in this process, or ``None`` if they can."""
     return _unavailable_reason()
 
 
-@torch.compiler.assume_constant_result
+@_constant_to_dynamo
 def interpreting() -> bool:
     """Whether Triton runs kernels in its interpreter, which takes CPU tensors."""
     return _interpreting()
