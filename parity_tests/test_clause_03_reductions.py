@@ -1,5 +1,7 @@
 """Contract clause 3: batchmean, sum, mean, none, per_token; normalizer."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -81,3 +83,14 @@ def test_clause_03_many_tokens(route: Route) -> None:
     labels, weights = inputs.labels_for(tokens), inputs.weights_for(tokens)
     loss = route.loss(p, q, labels, weights=weights)
     budget.check_loss(loss, tvd_reference(p, q, labels, weights=weights), tokens, 3)
+
+
+@pytest.mark.parametrize("number", [np.int64(8), np.float32(8), np.float64(8)], ids=str)
+def test_clause_03_normalizer_may_be_a_numpy_number(route: Route, number: Any) -> None:
+    p, q = inputs.rows(3, 40)
+    with route.running():
+        arrays = route.array(p), route.array(q)
+        assert float(route.call(*arrays, normalizer=number)) == float(
+            route.call(*arrays, normalizer=8)
+        )
+        route.call(*arrays, ignore_index=np.int64(5))

@@ -97,3 +97,24 @@ def test_clause_04_zero_loss_of_kept_tokens_is_zero_whatever_the_divisor(route: 
     p, _ = inputs.rows(TOKENS, VOCAB)
     weights = np.array([1.0, -1.0, 2.0, -2.0], np.float32)  # sum to 0
     assert route.loss(p, p, weights=weights) == 0
+
+
+def test_clause_04_wide_labels_are_not_narrowed(route: Route) -> None:
+    """2**32 - 100 is -100 in 32 bits, and 2**64 - 100 is in 64: neither label is ignored."""
+    p, q = inputs.rows(2, 40)
+    everything = route.loss(p, q, reduction="sum")
+    wide = np.array([2**32 - 100, 1])
+    for labels in (wide, wide.astype(np.uint64), np.array([2**64 - 100, 1], np.uint64)):
+        given = labels if route.framework == "jax" else route.array(labels)
+        with route.running():
+            loss = route.call(route.array(p), route.array(q), given, reduction="sum")
+        # Not to the bit: XLA sums in another order outside of jit. Ignoring a token halves it.
+        assert float(loss) == pytest.approx(float(everything), rel=1e-6)
+
+
+def test_clause_04_a_total_of_zero_keeps_its_gradient(route: Route) -> None:
+    """Weights that cancel make the loss 0, and not the divisor of the gradient 1."""
+    p = np.array([[0.25, 0.75], [0.5, 0.5]], np.float32)
+    q = np.array([[0.5, 0.5], [0.0, 1.0]], np.float32)
+    dp = route.run(p, q, weights=np.array([4.0, -2.0], np.float32)).dp
+    np.testing.assert_array_equal(dp, [[-1.0, 1.0], [-0.5, 0.5]])

@@ -6,7 +6,6 @@ only, so the checks work on PyTorch tensors, JAX arrays, tracers and fake tensor
 
 import math
 import numbers
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -69,14 +68,11 @@ def check_implementation(implementation: Any, names: tuple[str, ...]) -> None:
 
 def check_ignore_index(ignore_index: Any) -> None:
     """Raises unless ``ignore_index`` is an integer that fits in 64 bits."""
-    if isinstance(ignore_index, bool):
+    # Not a tensor: to read it would synchronise with the device.
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
-    try:
-        value = operator.index(ignore_index)
-    except TypeError:
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}") from None
-    if not -(2**63) <= value < 2**63:
-        raise ValueError(f"ignore_index must fit in 64 bits, got {value}")
+    if not -(2**63) <= int(ignore_index) < 2**63:
+        raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index!r}")
 
 
 def _check_normalizer(normalizer: Any, array_type: Any, reduction: str) -> None:

@@ -119,7 +119,10 @@ def _kept_weights(
         return weights
     # A label dtype that cannot hold ignore_index must not wrap it around: uint8 has no -100.
     limits = np.iinfo(labels.dtype)
-    if limits.min <= ignore_index <= limits.max:
+    if isinstance(labels, np.ndarray):
+        # Compared before JAX narrows 64-bit labels to 32 bits.
+        kept = jnp.asarray(labels != ignore_index)
+    elif limits.min <= ignore_index <= limits.max:
         kept = jnp.asarray(labels) != jnp.asarray(ignore_index, labels.dtype)
     else:
         kept = jnp.ones(labels.shape, bool)

@@ -52,5 +52,7 @@ def loss(
         divisor = jnp.asarray(per_token.size, total.dtype)
     if reduction == "mean":
         divisor = divisor * p.shape[-1]
-    # 0 / 0 counts as 0: with no token kept the loss is 0.
-    return total / jnp.where(total == 0, jnp.ones_like(divisor), divisor)
+    # 0 / 0 counts as 0: with no token kept the loss is 0. A total that is 0 for another reason
+    # keeps its divisor, which the gradient needs.
+    nothing = (total == 0) & (divisor == 0)
+    return total / jnp.where(nothing, jnp.ones_like(divisor), divisor)

@@ -115,6 +115,11 @@ def tvd_loss(
     for name, constant in (("weights", weights), ("normalizer", normalizer)):
         if isinstance(constant, Tensor) and constant.requires_grad:
             raise ValueError(constant_message(name))
+    ignore_index = int(ignore_index)
+    if normalizer is not None and not isinstance(normalizer, (Tensor, int, float)):
+        normalizer = float(normalizer)  # type: ignore[unreachable]  # a NumPy number
+    if labels is not None and labels.dtype == torch.uint64 and ignore_index < 0:
+        labels = None  # no label matches; as int64 the largest would
     chosen = _choose_implementation(p, q, implementation)
     if chosen == "eager":
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
@@ -229,8 +234,10 @@ def _eager_loss(
         divisor = torch.full((), per_token.numel(), dtype=dtype, device=p.device)
     if reduction == "mean":
         divisor = divisor * p.shape[-1]
-    # 0 / 0 counts as 0: with no token kept the loss is 0, and stays attached.
-    return total / torch.where(total == 0, torch.ones_like(divisor), divisor)
+    # 0 / 0 counts as 0: with no token kept the loss is 0, and stays attached. A total that is 0 for
+    # another reason keeps its divisor, which the gradient needs.
+    nothing = (total == 0) & (divisor == 0)
+    return total / torch.where(nothing, torch.ones_like(divisor), divisor)
 
 
 # --- triton --------------------------------------------------------------------------------------
