@@ -110,7 +110,7 @@ def _device_of(array: Any) -> str | None:
 
 
 def _kept_weights(
-    labels: jax.Array | None, weights: jax.Array | None, ignore_index: int, dtype: Any
+    labels: Any, weights: jax.Array | None, ignore_index: int, dtype: Any
 ) -> jax.Array | None:
     """Weight of each token with 0 for the ignored ones; ``None`` if every token counts 1."""
     if weights is not None:
