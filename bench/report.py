@@ -129,7 +129,8 @@ def environment_lines(environment: dict[str, Any]) -> list[str]:
         lines.append(
             f"datasheet {environment['datasheet_tb_s']} TB/s; measured copy of 1 GiB: "
             f"{', '.join(copies) or 'none'}; clock: {', '.join(sorted(readers)) or 'wall'}; "
-            f"{environment['flush_bytes'] // 2**20} MiB written before each kernel sample (cold L2)"
+            f"{environment['flush_bytes'] // 2**20} MiB read before each kernel sample "
+            "(cold, clean L2)"
         )
     return lines
 
