@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import tvd_jax
+from tvd_core import config
 
 TOKENS = 300  # more rows than blocks of the grid
 
@@ -32,7 +33,8 @@ class Case:
     @property
     def kernels(self) -> set[str]:
         """Names of the kernels that the call must contain."""
-        names = {"tvd_forward"}
+        short = self.vocab <= config.PALLAS_SHORT_VOCAB and self.reduction != "none"
+        names = {"tvd_forward_short" if short and not self.grad else "tvd_forward"}
         names |= {"tvd_reduce"} if self.reduction not in ("none", "per_token") else set()
         return names | ({"tvd_backward"} if self.grad else set())
 
@@ -101,4 +103,9 @@ CASES = (
     Case(3, BF16, BF16, weights=True),
     Case(1),
     Case(1, F16, BF16, reduction="none"),
+    # Rows so short that a thread takes one.
+    Case(1, grad=False),
+    Case(3, BF16, "float32", weights=True, grad=False),
+    Case(16, F16, F16, labels=True, grad=False),
+    Case(16, reduction="none", grad=False),
 )

@@ -39,13 +39,14 @@ def test_clause_05_upstream_gradient(route: Route, reduction: str, upstream: flo
 def test_clause_05_upstream_that_is_not_finite(
     route: Route, reduction: str, upstream: float
 ) -> None:
-    """A tie and an ignored token have gradient 0 by selection, also for an infinite upstream."""
+    """An ignored token has gradient 0 by selection; a tie has 0 * upstream, so NaN is seen."""
     p = np.array([[0.5, 0.5], [0.25, 0.75]], np.float32)
     q = np.array([[0.5, 0.25], [0.75, 0.25]], np.float32)
     labels = np.array([1, -100], np.int32)
     shape = p.shape if reduction == "none" else ()
     result = route.run(p, q, labels, reduction=reduction, upstream=np.full(shape, upstream))
     assert not result.dp[1].any() and not result.dq[1].any()
+    assert np.isnan(result.dp[0, 0]) and np.isnan(result.dq[0, 0])
     assert not np.isfinite(result.dp[0, 1]) and not np.isfinite(result.dq[0, 1])
 
 

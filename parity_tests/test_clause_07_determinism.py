@@ -49,6 +49,31 @@ def test_clause_07_forward_bits_follow_the_documented_order(
     assert_same_bits("codes", result.codes, pack_codes(p, q))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("tokens", "vocab"),
+    [
+        (128, 1),  # a row a thread in Pallas: full blocks, and a last one that overlaps
+        (130, 3),
+        (300, 16),
+        (129, 17),  # a row a block again
+        (17, 2035),  # rows that reach into one window more or not, as they are shifted
+        (17, 4095),
+        (18, 4096),
+    ],
+)
+def test_clause_07_bits_of_the_forward_that_keeps_nothing(
+    kernel_route: Route, tokens: int, vocab: int, dtype: str
+) -> None:
+    p, q = inputs.rows(tokens, vocab, dtype)
+    per_token = kernel_route.loss(p, q, reduction="per_token")
+    assert_same_bits("per_token", per_token, per_token_float32(p, q))
+    weights = inputs.weights_for(tokens)
+    weighted = kernel_route.loss(p, q, reduction="per_token", weights=weights)
+    right = np.where(weights == 0, np.float32(0), per_token * weights)
+    assert_same_bits("weighted per_token", weighted, right)
+
+
 @pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum"])
 def test_clause_07_weighted_forward_bits(kernel_route: Route, reduction: str) -> None:
     vocab, tokens = 600, 5

@@ -3,7 +3,13 @@
 Measured on one H200 (132 SMs), 16384 tokens, CUPTI kernel time in us, unless said otherwise.
 """
 
-from tvd_core.contract import code_tiles
+from tvd_core.contract import TILE, code_tiles
+
+# Rows that do not all start at a multiple of 16 bytes are read in windows that start at a multiple
+# of so many elements before them. 16-byte loads need no more than 8, but with 16 (so at 32 or 64
+# bytes) the forward at vocab 50257 took 804 in bfloat16 and 1515 in float32 under Pallas, with 64
+# (at 128 or 256 bytes) 710 and 1408; under Triton 738 and 1426, and 727 and 1406.
+WINDOW_ALIGNMENT = 64
 
 TRITON_REDUCE_WARPS = 4
 # One tile a program, programs in the order of memory: float32 73 at vocab 4096 and 573 at 32768,
@@ -16,15 +22,31 @@ TRITON_BACKWARD_WARPS = 1
 TRITON_FORWARD_WARPS = 4
 
 
+def triton_forward_stages(vocab: int, *itemsizes: int) -> int:
+    """Windows that the forward has in flight as asynchronous copies; 1 for plain loads.
+
+    float32 with 1, 4 and 6: 119.5, 118.8, 175.7 at vocab 4096, 944, 934, 931 at 32768, and with 256
+    rows of 32768 22.4, 17.2, 17.6: few rows leave an SM short of loads in flight. At 1271, where no
+    window is copied, the set-up alone makes 53 into 104. bfloat16, whose copies are 8 bytes a
+    thread, with 1 and 4: 479 and 493 at 32768, 727 and 756 at 50257.
+    """
+    return 4 if vocab >= 2 * TILE and min(itemsizes) == 4 else 1
+
+
 def triton_backward_grid(tokens: int, vocab: int) -> int:
     """Programs of the backward: one for each tile of TILE elements of a row."""
-    return tokens * code_tiles(vocab + (15 if vocab % 16 else 0))
+    return tokens * code_tiles(vocab + (WINDOW_ALIGNMENT - 1 if vocab % 16 else 0))
 
 
-# Pallas: slots of the shared-memory ring, and the shared memory that the blocks of one SM take
-# together. One slot of a float32 pair of tiles is 16 KiB. Between 2 and 6 slots and 70 and 200 KiB
-# the forward moves by less than 1 %: 117-118 at vocab 4096, 913-920 at 32768. Rows that are not
-# aligned need the warps: at 50257 4 slots take 1473 (bfloat16 761), 2 slots 1505 (836).
+# Pallas: slots of the shared-memory ring (one of a float32 pair of tiles is 16 KiB). 2 to 12 slots
+# in 1 to 5 blocks an SM move vocab 4096 and 32768 by 1 %.
 PALLAS_STAGES = 4
-PALLAS_SMEM_PER_SM = 200 * 1024
-PALLAS_MAX_BLOCKS_PER_SM = 8
+# The shared memory of one SM, and what a block takes of it beside its scratch (barriers, alignment,
+# 1 KiB for CUDA). A grid with a block more an SM than fit runs in two waves: bfloat16 at vocab 1271
+# with 5 and 6 blocks 24 and 29, at 50257 710 and 790, with codes 805 and 993.
+PALLAS_SMEM_PER_SM = 228 * 1024
+PALLAS_SMEM_PER_BLOCK = 4096
+PALLAS_MAX_BLOCKS_PER_SM = 6  # as many as the registers of any of the kernels allow
+# A thread takes a whole row of so few elements: at vocab 1, 3, 16 and 32 the forward takes 1.4,
+# 1.4, 2.6 and 5.8 that way; 12.2, 12.2, 10.0 and 10.0 with a warpgroup a row.
+PALLAS_SHORT_VOCAB = 16

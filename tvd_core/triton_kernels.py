@@ -14,6 +14,8 @@ import triton.language as tl
 
 LANES = tl.constexpr(512)
 TILE = tl.constexpr(2048)  # 4 sub-tiles of LANES elements, whose codes share LANES bytes
+WINDOW_ALIGNMENT = tl.constexpr(64)  # elements; as in config
+STEP = tl.constexpr(4096)  # tokens that a step of the sum over tokens takes
 
 
 @triton.jit
@@ -23,6 +25,9 @@ def _sum_lanes(acc):
     a0, a2 = tl.split(even)
     a1, a3 = tl.split(odd)
     s = ((a0 + a1) + a2) + a3
+    # A sum of one element each, which changes nothing but stops the compiler from computing all of
+    # the above in every thread, as it does below: after a gather that is 512 loads a thread.
+    s = tl.sum(tl.reshape(s, [128, 1]), 1)
     a, b = tl.split(tl.reshape(s, [64, 2]))
     a, b = tl.split(tl.reshape(a + b, [32, 2]))
     a, b = tl.split(tl.reshape(a + b, [16, 2]))
@@ -45,12 +50,14 @@ def _row_weight(
 ):
     """Weight of the tokens at ``offsets``: 0 for an ignored one or one masked away."""
     if HAS_WEIGHTS:
-        weight = tl.load(weights_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        weight = tl.load(weights_ptr + offsets, mask=mask).to(tl.float32)
     else:
-        weight = tl.where(mask, 1.0, 0.0)
+        weight = offsets * 0.0 + 1.0
     if HAS_LABELS:
-        label = tl.load(labels_ptr + offsets, mask=mask, other=0).to(tl.int64)
+        label = tl.load(labels_ptr + offsets, mask=mask).to(tl.int64)
         weight = tl.where(label == ignore_index, 0.0, weight)
+    if mask is not None:
+        weight = tl.where(mask, weight, 0.0)
     return weight
 
 
@@ -58,21 +65,53 @@ def _row_weight(
 def _shift(row, vocab, ALIGNED: tl.constexpr):
     """Elements between the start of a row's windows and the row: 0 if every row is aligned.
 
-    A row is read in windows that start at a multiple of 16 elements, so that loads are 16 bytes
-    wide whatever the vocabulary: with loads of single elements vocab 50257 took 25 % longer in
-    bfloat16. Lane ``l`` then adds the elements of lane ``l - shift``, in the same order.
+    A row is read in windows that start at a multiple of WINDOW_ALIGNMENT elements, so that loads
+    are 16 bytes wide whatever the vocabulary: with loads of single elements vocab 50257 took 25 %
+    longer in bfloat16. Lane ``l`` then adds the elements of lane ``l - shift``, in the same order.
     """
-    return 0 if ALIGNED else (row * vocab % 16).to(tl.int32)
+    return 0 if ALIGNED else (row * vocab % WINDOW_ALIGNMENT).to(tl.int32)
 
 
 @triton.jit
-def _load(x_base, position, first, last, MASKED: tl.constexpr):
-    """Elements of a window as float32, 0 outside of the row."""
+def _base(row, vocab, ALIGNED: tl.constexpr):
+    """First element of a row's windows."""
+    # A product, so that the compiler sees the alignment; jax-triton does not tell it that vocab is
+    # a multiple of 16.
+    if ALIGNED:
+        return row * vocab // 16 * 16
+    return row * vocab // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
+
+
+@triton.jit
+def _readable(base, end, vocab):
+    """Where a masked window's loads stop: at a multiple of 16, so that they stay 16 bytes wide.
+
+    The loads of a row go on into the next row, and what is not the row's is selected away. Only in
+    the array's last row must they stop before its end, and up to 15 elements are left for loads of
+    single elements.
+    """
+    limit = tl.num_programs(0).to(tl.int64) * vocab - base
+    return tl.minimum((end + 15).to(tl.int64), limit).to(tl.int32) // 16 * 16
+
+
+@triton.jit
+def _load(pointers, inside, MASKED: tl.constexpr):
     # Upcast at the load: bf16 arithmetic would lose bits, and is garbage in the interpreter.
     if MASKED:
-        mask = (position >= first) & (position < last)
-        return tl.load(x_base + position, mask=mask, other=0.0).to(tl.float32)
-    return tl.load(x_base + position).to(tl.float32)
+        return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(pointers).to(tl.float32)
+
+
+@triton.jit
+def _code(d):
+    """The sign code of a difference."""
+    return tl.where(d > 0, 1, tl.where(d < 0, 2, tl.where(d == 0, 0, 3)))
+
+
+@triton.jit
+def _store_elementwise(pointers, d, weight, inside):
+    value = tl.where(weight == 0.0, 0.0, (0.5 * tl.abs(d)) * weight)
+    tl.store(pointers, value, mask=inside)
 
 
 @triton.jit
@@ -85,6 +124,7 @@ def _forward_tile(
     start,
     shift,
     vocab,
+    readable,
     weight,
     acc,
     before,
@@ -96,19 +136,32 @@ def _forward_tile(
     """Adds |p - q| of one window to the lanes; stores its codes or its elementwise values."""
     lanes = tl.arange(0, LANES)
     codes = tl.zeros([LANES], tl.int32)
+    end = shift + vocab
     for k in tl.static_range(4):
         position = start + k * LANES + lanes
-        p = _load(p_base, position, shift, shift + vocab, MASKED)
-        q = _load(q_base, position, shift, shift + vocab, MASKED)
+        p = _load(p_base + position, position < readable, MASKED)
+        q = _load(q_base + position, position < readable, MASKED)
         d = p - q
+        inside = (position >= shift) & (position < end)
+        if MASKED and not ALIGNED:
+            d = tl.where(inside, d, 0.0)
         acc += tl.abs(d)
         if KEEP_CODES:
-            sign = tl.where(d > 0, 1, tl.where(d < 0, 2, tl.where(d == 0, 0, 3)))
-            codes |= sign << (2 * k)
+            codes |= _code(d) << (2 * k)
         if ELEMENTWISE:
-            value = tl.where(weight == 0.0, 0.0, (0.5 * tl.abs(d)) * weight)
-            mask = (position >= shift) & (position < shift + vocab)
-            tl.store(elementwise_base + position, value, mask=mask)
+            _store_elementwise(elementwise_base + position, d, weight, inside)
+    if MASKED and not ALIGNED:  # noqa: SIM102 (known when compiling)
+        if (readable < end) & (readable >= start) & (readable < start + TILE):
+            position = readable // LANES * LANES + lanes
+            inside = (position >= readable) & (position >= shift) & (position < end)
+            p = _load(p_base + position, inside, True)
+            q = _load(q_base + position, inside, True)
+            d = p - q
+            acc += tl.abs(d)
+            if KEEP_CODES:
+                codes |= _code(d) << (2 * ((readable - start) // LANES))
+            if ELEMENTWISE:
+                _store_elementwise(elementwise_base + position, d, weight, inside)
     if KEEP_CODES:
         if ALIGNED:
             tl.store(codes_row + start // 4 + lanes, codes.to(tl.uint8))
@@ -130,13 +183,14 @@ def _store_shifted(codes_row, codes_bytes, start, shift, before, codes):
     tl.store(codes_row + at, value.to(tl.uint8), mask=(at >= 0) & (at < codes_bytes))
 
 
+# ignore_index: its type would follow its value, and a new type compiles a new kernel.
 @triton.jit(do_not_specialize=["ignore_index"])
 def tvd_forward_kernel(
     p_ptr,
     q_ptr,
     labels_ptr,
     weights_ptr,
-    ignore_index,
+    ignore_index: tl.int64,
     vocab,
     per_token_ptr,
     codes_ptr,
@@ -146,24 +200,22 @@ def tvd_forward_kernel(
     KEEP_CODES: tl.constexpr,
     ELEMENTWISE: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """per_token[row] = weight * 0.5 * sum_v |p - q|, with the sign codes if they are kept.
 
     Grid: (tokens,). An ignored row is not read, and its codes are not written. ALIGNED says that
-    vocab is a multiple of 16.
+    vocab is a multiple of 16. STAGES windows are in flight, as asynchronous copies if more than 1.
     """
     row = tl.program_id(0).to(tl.int64)
-    weight = _row_weight(
-        labels_ptr, weights_ptr, ignore_index, row, row >= 0, HAS_LABELS, HAS_WEIGHTS
-    )
+    weight = _row_weight(labels_ptr, weights_ptr, ignore_index, row, None, HAS_LABELS, HAS_WEIGHTS)
     kept = weight != 0.0
     shift = _shift(row, vocab, ALIGNED)
-    # A product, so that the compiler sees that the windows are aligned; jax-triton does not tell it
-    # that vocab is a multiple of 16.
-    base = row * vocab // 16 * 16
+    base = _base(row, vocab, ALIGNED)
     # Elementwise values of an ignored row have to be written too (as 0).
     end = vocab + shift if ELEMENTWISE else tl.where(kept, vocab + shift, 0)
     full = end // TILE * TILE
+    readable = _readable(base, shift + vocab, vocab)
 
     p_base = p_ptr + base
     q_base = q_ptr + base
@@ -185,6 +237,7 @@ def tvd_forward_kernel(
                 0,
                 shift,
                 vocab,
+                readable,
                 weight,
                 acc,
                 codes,
@@ -194,7 +247,7 @@ def tvd_forward_kernel(
                 ELEMENTWISE,
             )
         first = TILE
-    for start in range(first, full, TILE):
+    for start in tl.range(first, full, TILE, num_stages=STAGES):
         acc, codes = _forward_tile(
             p_base,
             q_base,
@@ -204,6 +257,7 @@ def tvd_forward_kernel(
             start,
             shift,
             vocab,
+            readable,
             weight,
             acc,
             codes,
@@ -222,6 +276,7 @@ def tvd_forward_kernel(
             full,
             shift,
             vocab,
+            readable,
             weight,
             acc,
             codes,
@@ -240,33 +295,51 @@ def tvd_forward_kernel(
 
 
 @triton.jit
-def _reduce_step(
-    per_token_ptr,
+def _sum_tokens(per_token_ptr, tokens):
+    """Sum of the tokens' values in the contract's order; shape [1]."""
+    pointers = per_token_ptr + tl.arange(0, LANES)
+    total = tl.zeros([LANES], tl.float32)
+    # Whole steps have no mask: tokens are not specialized, so a mask would split the loads.
+    full = tokens // STEP * STEP
+    if full > 0:  # else the copies' set-up would cost 0.4 us
+        # num_stages: asynchronous copies of the next steps. ptxas puts no load before the sums of
+        # the step before, so each step would wait for memory anew (16384 tokens: 3.8 us, not 2.5).
+        for start in tl.range(0, full, STEP, num_stages=4):
+            for k in tl.static_range(STEP // LANES):
+                total += tl.load(pointers + start + k * LANES)
+    if full < tokens:
+        for k in tl.static_range(STEP // LANES):
+            mask = full + k * LANES + tl.arange(0, LANES) < tokens
+            total += tl.load(pointers + full + k * LANES, mask=mask, other=0.0)
+    return _sum_lanes(total)
+
+
+@triton.jit
+def _sum_weights(
     labels_ptr,
     weights_ptr,
     ignore_index,
-    start,
     tokens,
-    total,
-    count,
-    MASKED: tl.constexpr,
     HAS_LABELS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
-    COUNT: tl.constexpr,
 ):
-    """Adds 8 * LANES tokens, and the weights of the kept ones, to the lanes."""
-    for k in tl.static_range(8):
-        offsets = start + k * LANES + tl.arange(0, LANES)
-        mask = offsets < tokens if MASKED else offsets >= 0
-        if MASKED:
-            total += tl.load(per_token_ptr + offsets, mask=mask, other=0.0)
-        else:
-            total += tl.load(per_token_ptr + offsets)
-        if COUNT:
+    """Sum of the kept tokens' weights in the contract's order; shape [1]."""
+    count = tl.zeros([LANES], tl.float32)
+    full = tokens // STEP * STEP
+    for start in range(0, full, STEP):
+        for k in tl.static_range(STEP // LANES):
+            offsets = start + k * LANES + tl.arange(0, LANES)
+            count += _row_weight(
+                labels_ptr, weights_ptr, ignore_index, offsets, None, HAS_LABELS, HAS_WEIGHTS
+            )
+    if full < tokens:
+        for k in tl.static_range(STEP // LANES):
+            offsets = full + k * LANES + tl.arange(0, LANES)
+            mask = offsets < tokens
             count += _row_weight(
                 labels_ptr, weights_ptr, ignore_index, offsets, mask, HAS_LABELS, HAS_WEIGHTS
             )
-    return total, count
+    return _sum_lanes(count)
 
 
 @triton.jit(do_not_specialize=["ignore_index", "tokens"])
@@ -275,7 +348,7 @@ def tvd_reduce_kernel(
     labels_ptr,
     weights_ptr,
     normalizer_ptr,
-    ignore_index,
+    ignore_index: tl.int64,
     tokens,
     divisor,
     divisor_factor,
@@ -291,45 +364,13 @@ def tvd_reduce_kernel(
     The divisor is ``divisor_factor`` (vocab for the mean, else 1) times: the sum of the kept
     weights if COUNT, else the 0-d normalizer if HAS_NORMALIZER, else the number ``divisor``.
     """
-    total = tl.zeros([LANES], tl.float32)
-    count = tl.zeros([LANES], tl.float32)
-    # Whole steps without a mask: tokens are not specialized, so a mask would split the loads.
-    full = tokens // (8 * LANES) * (8 * LANES)
-    for start in range(0, full, 8 * LANES):
-        total, count = _reduce_step(
-            per_token_ptr,
-            labels_ptr,
-            weights_ptr,
-            ignore_index,
-            start,
-            tokens,
-            total,
-            count,
-            False,
-            HAS_LABELS,
-            HAS_WEIGHTS,
-            COUNT,
-        )
-    if full < tokens:
-        total, count = _reduce_step(
-            per_token_ptr,
-            labels_ptr,
-            weights_ptr,
-            ignore_index,
-            full,
-            tokens,
-            total,
-            count,
-            True,
-            HAS_LABELS,
-            HAS_WEIGHTS,
-            COUNT,
-        )
-    value = _sum_lanes(total)
+    value = _sum_tokens(per_token_ptr, tokens)
     one = tl.arange(0, 1)
     # tl.cast: a Python float is float64 under Inductor, and a plain float in the interpreter.
     if COUNT:
-        denominator = _sum_lanes(count)
+        denominator = _sum_weights(
+            labels_ptr, weights_ptr, ignore_index, tokens, HAS_LABELS, HAS_WEIGHTS
+        )
     elif HAS_NORMALIZER:
         denominator = tl.load(normalizer_ptr + one).to(tl.float32)
     else:
@@ -343,8 +384,8 @@ def tvd_reduce_kernel(
 
 @triton.jit
 def _signed(code, value):
-    """value, -value, 0 or NaN as the sign code says."""
-    signed = tl.where(code == 1, value, tl.where(code == 2, -value, 0.0))
+    """sign * value: at a tie 0, or NaN where the value is not finite, as 0 * value is."""
+    signed = tl.where(code == 1, value, tl.where(code == 2, -value, value * 0.0))
     return tl.where(code == 3, float("nan"), signed)
 
 
@@ -355,7 +396,7 @@ def tvd_backward_kernel(
     divisor_ptr,
     labels_ptr,
     weights_ptr,
-    ignore_index,
+    ignore_index: tl.int64,
     vocab,
     dp_ptr,
     dq_ptr,
@@ -370,17 +411,15 @@ def tvd_backward_kernel(
     """dp = sign(p - q) * (0.5 * upstream / divisor * weight) from the codes, and dq = -dp.
 
     Grid: (tokens * windows,), one window a program: what runs at a time writes one stretch of
-    memory. windows = ceil((vocab + (0 if ALIGNED else 15)) / TILE).
+    memory. windows = ceil((vocab + (0 if ALIGNED else WINDOW_ALIGNMENT - 1)) / TILE).
     UPSTREAM: 0 one number, 1 one per token, 2 one per element.
     """
-    windows = tl.cdiv(vocab + (0 if ALIGNED else 15), TILE)
+    windows = tl.cdiv(vocab + (0 if ALIGNED else WINDOW_ALIGNMENT - 1), TILE)
     row = (tl.program_id(0) // windows).to(tl.int64)
     start = tl.program_id(0) % windows * TILE
     shift = _shift(row, vocab, ALIGNED)
-    base = row * vocab // 16 * 16
-    weight = _row_weight(
-        labels_ptr, weights_ptr, ignore_index, row, row >= 0, HAS_LABELS, HAS_WEIGHTS
-    )
+    base = _base(row, vocab, ALIGNED)
+    weight = _row_weight(labels_ptr, weights_ptr, ignore_index, row, None, HAS_LABELS, HAS_WEIGHTS)
     if UPSTREAM == 1:
         scale = tl.load(upstream_ptr + row) * 0.5
     elif UPSTREAM == 0:
@@ -391,6 +430,10 @@ def tvd_backward_kernel(
         scale = tl.div_rn(scale, tl.load(divisor_ptr))
     if HAS_WEIGHTS and UPSTREAM != 2:
         scale = scale * weight
+    # Selected, not multiplied: the upstream gradient of an ignored row may be NaN, and its codes
+    # may say NaN or not have been written.
+    ignored = weight == 0.0
+    scale = tl.where(ignored, 0.0, scale)
 
     lanes = tl.arange(0, LANES)
     codes_bytes = tl.cdiv(vocab, TILE) * LANES
@@ -399,8 +442,7 @@ def tvd_backward_kernel(
         codes = tl.load(codes_row + start // 4 + lanes).to(tl.int32)
     else:
         codes = _load_shifted(codes_row, codes_bytes, start, shift)
-    # Selected, not multiplied: an ignored row may hold NaN codes, or none at all.
-    codes = tl.where(weight == 0.0, 0, codes)
+    codes = tl.where(ignored, 0, codes)
     # Inner windows are stored without a mask: only so do stores of an odd vocabulary stay wide.
     inner = (start > 0) & (start + TILE <= vocab + shift)
     for k in tl.static_range(4):
@@ -409,6 +451,7 @@ def tvd_backward_kernel(
         at = base + position
         if UPSTREAM == 2:
             value = (tl.load(upstream_ptr + at, mask=mask, other=0.0) * 0.5) * weight
+            value = tl.where(ignored, 0.0, value)
         else:
             value = tl.zeros([LANES], tl.float32) + scale
         code = (codes >> (2 * k)) & 3

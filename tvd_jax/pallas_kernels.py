@@ -11,6 +11,8 @@ tree.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,11 +30,13 @@ from tvd_jax import compat
 WARPGROUP = 128
 REDUCE_TILE = 8 * LANES
 # Rows that are not 16-byte aligned are copied in windows that start less than this many elements
-# before them: 16 elements of 2 or 4 bytes are whole multiples of the 16 bytes of a bulk copy.
-SHIFT = 16
+# before them: whole multiples of the 16 bytes of a bulk copy.
+SHIFT = config.WINDOW_ALIGNMENT
+# Elements of 2 or 4 bytes that are a multiple of the 16 bytes of a bulk copy.
+COPY_UNIT = 16
 # Flat indices are 32 bits wide, so a longer flat array is cut into blocks of this many rows, whose
 # starts are aligned whatever the vocabulary.
-ROWS_OF_FLAT_BLOCK = 16
+ROWS_OF_FLAT_BLOCK = SHIFT
 
 
 def _i32(x: int) -> Any:
@@ -70,11 +74,17 @@ def _sum_lanes(acc: Any) -> Any:
         return jnp.sum(acc)
     # The interpreter's jnp.sum is XLA's, in an order of its own.
     x = acc.reshape(LANES // 4, 4)
-    s = ((x[:, 0] + x[:, 1]) + x[:, 2]) + x[:, 3]
-    while s.shape[0] > 1:
+    return _sum_pairs(((x[:, 0] + x[:, 1]) + x[:, 2]) + x[:, 3])
+
+
+def _sum_pairs(s: Any) -> Any:
+    """Adds a value a thread: adjacent pairs, then pairs of those, and so on."""
+    if not compat.interpreting():
+        return jnp.sum(s)
+    while s.size > 1:
         pairs = s.reshape(-1, 2)
         s = pairs[:, 0] + pairs[:, 1]
-    return s[0]
+    return s.reshape(())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,11 +132,20 @@ class _Tiling:
     @property
     def slot(self) -> int:
         """Elements of a shared-memory slot."""
-        return self.sub_tiles * LANES + (0 if self.aligned else SHIFT)
+        if not self.aligned:
+            return self.sub_tiles * LANES + SHIFT
+        # A power of two: with slots of 1536 elements LLVM no longer saw that 4 elements of 2 bytes
+        # are aligned, and loaded them one by one.
+        return LANES << (self.sub_tiles - 1).bit_length()
+
+    @property
+    def whole(self) -> range:
+        """The tiles that hold elements of the row only; the others are masked."""
+        return range(self.full_tiles)
 
     def blocks(self, smem_bytes: int) -> int:
         """Blocks of a persistent grid over the rows."""
-        per_sm = config.PALLAS_SMEM_PER_SM // smem_bytes
+        per_sm = config.PALLAS_SMEM_PER_SM // (smem_bytes + config.PALLAS_SMEM_PER_BLOCK)
         per_sm = max(1, min(per_sm, config.PALLAS_MAX_BLOCKS_PER_SM))
         return min(self.tokens, per_sm * _sm_count())
 
@@ -134,14 +153,27 @@ class _Tiling:
         """Lays LANES register elements out over the warpgroup."""
         return _vector(x, self.vec_size)
 
+    @property
+    def size(self) -> int:
+        """Elements of the view that ``fetch`` copies from."""
+        return (self.tokens + self._padding) * self.vocab
+
+    @property
+    def _in_blocks(self) -> bool:
+        return self.tokens * self.vocab >= 2**31
+
+    @property
+    def _padding(self) -> int:
+        """Rows to add to the array: to fill blocks, and where many rows would overhang the end."""
+        fill = -self.tokens % ROWS_OF_FLAT_BLOCK if self._in_blocks else 0
+        return fill + (2 * ROWS_OF_FLAT_BLOCK if self.vocab < 2 * SHIFT else 0)
+
     def gmem_view(self, x: jax.Array) -> jax.Array:
         """The view that ``fetch`` copies from: rows, or flat (blocks of) rows if not aligned."""
         if self.aligned:
             return x
-        if x.size < 2**31:
-            return x.reshape(-1)
-        x = jnp.pad(x, ((0, -self.tokens % ROWS_OF_FLAT_BLOCK), (0, 0)))
-        return x.reshape(-1, ROWS_OF_FLAT_BLOCK * self.vocab)
+        x = jnp.pad(x, ((0, self._padding), (0, 0)))
+        return x.reshape(-1, ROWS_OF_FLAT_BLOCK * self.vocab) if self._in_blocks else x.reshape(-1)
 
     def full_or_tail(self, tile: Any, full: Any, tail: Any) -> None:
         """Runs ``full`` for a whole tile and ``tail`` for the last, partial one."""
@@ -162,14 +194,24 @@ class _Tiling:
             return _i32(0)
         return lax.rem(lax.rem(row, _i32(SHIFT)) * (self.vocab % SHIFT), _i32(SHIFT))
 
-    def overhangs(self, row: Any, tile: Any) -> Any:
-        """Whether the window of a tile would reach beyond the end of the array."""
-        window = TILE + SHIFT  # the longest
-        rows_left = self.tokens - row
-        # Few rows are left, else the product could overflow; then compare the elements left.
-        few = rows_left <= window // self.vocab + 1
-        left = lax.min(rows_left, _i32(window // self.vocab + 1)) * self.vocab
-        return few & (left + self.shift(row) - tile * TILE < window)
+    @property
+    def copied(self) -> tuple[int, int]:
+        """Elements to copy for a whole tile, and for the last one, whatever the shift."""
+        if self.aligned:
+            return TILE, self.tail
+        return TILE + SHIFT, -(-self.tail // SHIFT) * SHIFT + SHIFT
+
+    @functools.cached_property
+    def overhanging(self) -> list[tuple[int, int, int]]:
+        """Row, tile, and the elements left, where a copy would reach beyond the array's end."""
+        found = []
+        for row in range(max(0, self.tokens - 2), self.tokens):
+            for tile in range(self.tiles):
+                start = row * self.vocab // SHIFT * SHIFT + tile * TILE
+                left = self.size - start
+                if left < self.copied[tile >= self.full_tiles]:
+                    found.append((row, tile, left))
+        return found
 
     def _flat(self, x_gmem: Any, row: Any) -> tuple[tuple[Any, ...], Any]:
         """Leading index into a flat view, and the row's first element in what is left."""
@@ -180,16 +222,8 @@ class _Tiling:
 
     def fetch(self, x_gmem: Any, x_smem: Any, row: Any, tile: Any, barrier: Any) -> None:
         """Starts the copy of one tile into a slot; it arrives at ``barrier``."""
-        if self.aligned:
-            index, start, full, tail = (row,), tile * TILE, TILE, self.tail
-        else:
-            index, first = self._flat(x_gmem, row)
-            # Written as a product, so that the compiler sees that the address is aligned.
-            start = lax.div(first - self.shift(row), _i32(SHIFT)) + tile * (TILE // SHIFT)
-            start, full = start * SHIFT, TILE + SHIFT
-            tail = -(-self.tail // SHIFT) * SHIFT + SHIFT
 
-        def copy(size: int) -> None:
+        def copy(index: tuple[Any, ...], start: Any, size: int) -> None:
             plgpu.copy_gmem_to_smem(
                 x_gmem.at[(*index, pl.ds(start, size))],
                 x_smem.at[pl.ds(0, size)],
@@ -197,29 +231,69 @@ class _Tiling:
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
-        self.full_or_tail(tile, lambda: copy(full), lambda: copy(tail))
-
-    def load_overhanging(self, x_gmem: Any, x_smem: Any, row: Any, tile: Any) -> None:
-        """Fills a slot by thread, for a window that no bulk copy may take."""
+        full, tail = self.copied
+        if self.aligned:
+            at = ((row,), tile * TILE)
+            self.full_or_tail(tile, lambda: copy(*at, full), lambda: copy(*at, tail))
+            return
         index, first = self._flat(x_gmem, row)
-        first, shift = first + tile * TILE, self.shift(row)
+        # Written as a product, so that the compiler sees that the address is aligned.
+        start = lax.div(first - self.shift(row), _i32(SHIFT)) + tile * (TILE // SHIFT)
+        at = (index, start * SHIFT)
+        inside = jnp.bool_(True)
+        for at_row, at_tile, left in self.overhanging:
+            here = (row == at_row) & (tile == at_tile)
+            inside = inside & jnp.logical_not(here)
+            whole = left // COPY_UNIT * COPY_UNIT
+            if whole > 0:
+                pl.when(here)(functools.partial(copy, *at, whole))
+            else:  # nothing, but something has to arrive
+                pl.when(here)(functools.partial(copy, (_i32(0),) * len(index), 0, COPY_UNIT))
+        normal = functools.partial(
+            self.full_or_tail, tile, lambda: copy(*at, full), lambda: copy(*at, tail)
+        )
+        pl.when(inside)(normal) if self.overhanging else normal()
 
-        def load(size: int) -> None:
-            def window(i: Any, width: int) -> None:
-                at = (*index, pl.ds(first + i, width))
-                x_smem[pl.ds(shift + i, width)] = _vector(x_gmem[at], 1)
+    def complete(self, x_gmem: Any, x_smem: Any, row: Any, tile: Any) -> None:
+        """Adds the array's last elements to a copy that arrived, if it had to leave them out."""
+        for at_row, at_tile, left in self.overhanging:
+            left = max(0, left)
+            rest = range(left // COPY_UNIT * COPY_UNIT, left)
+            if not rest:
+                continue
 
-            def element(i: Any) -> None:
-                x_smem[shift + i] = x_gmem[(*index, first + i)]
-
-            _by_thread(size, window, element)
-
-        self.full_or_tail(tile, lambda: load(TILE), lambda: load(self.tail))
+            @pl.when((row == at_row) & (tile == at_tile))
+            def _(rest: range = rest, left: int = left) -> None:
+                index, first = self._flat(x_gmem, row)
+                end = first - self.shift(row) + tile * TILE + left
+                values = [x_gmem[(*index, end - left + i)] for i in rest]
+                for i, value in zip(rest, values, strict=True):
+                    x_smem[i] = value
+                plgpu.commit_smem()
 
     def sub_tile(self, x_smem: Any, row: Any, k: int) -> Any:
         """Sub-tile ``k`` of a slot, in registers as float32."""
         at = pl.ds(k * LANES + (0 if self.aligned else self.shift(row)), LANES)
         return self.vector(x_smem[at]).astype(jnp.float32)
+
+    def inside(self, row: Any, tile: Any, k: int) -> Any:
+        """Which elements of sub-tile ``k`` are the row's, in a masked tile."""
+        column = self.vector(lax.broadcasted_iota(jnp.int32, (LANES,), 0))
+        return column < self.tail - k * LANES
+
+    @property
+    def lanes_scratch(self) -> Any:
+        """Shared memory that ``sum_lanes`` needs."""
+        return None if self.aligned else plgpu.SMEM((LANES,), jnp.float32)
+
+    def sum_lanes(self, acc: Any, lanes_smem: Any, row: Any) -> Any:
+        """Adds the lanes of a row in the contract's order."""
+        if not self.aligned:
+            # From one element a thread and step to the 4 neighbours that the sum starts with.
+            lanes_smem[...] = acc
+            plgpu.commit_smem()
+            acc = _vector(lanes_smem[...])
+        return _sum_lanes(acc)
 
     def store(self, values: Sequence[Any], x_gmem: Any, x_smem: Any, row: Any, tile: Any) -> None:
         """Writes the sub-tiles of one tile, and nothing beyond the end of the row.
@@ -264,6 +338,73 @@ class _Tiling:
         _by_thread(self.tail, window, element)
 
 
+class _Windows(_Tiling):
+    """Rows that are not aligned, in tiles that are: for sums that need not know their elements.
+
+    Tiles start at the last multiple of SHIFT elements before the row, so a thread reads 4
+    neighbouring elements as in aligned rows. Lane ``j`` then adds the elements of lane
+    ``j - shift``, in the same order, and the lanes are rotated once, at the end of the row. With
+    single elements a thread bfloat16 rows of 50257 were bound by the reads from shared memory.
+    """
+
+    @property
+    def vec_size(self) -> int:
+        return LANES // WARPGROUP
+
+    @property
+    def tiles(self) -> int:
+        return code_tiles(self.vocab + SHIFT - 1)
+
+    @property
+    def full_tiles(self) -> int:
+        return self.tiles - 1
+
+    @property
+    def tail(self) -> int:
+        """Elements that are copied for the last tile: whatever the shift, and a multiple of it."""
+        return -(-(self.vocab + SHIFT - 1 - self.full_tiles * TILE) // SHIFT) * SHIFT
+
+    @property
+    def sub_tiles(self) -> int:
+        return -(-(self.tail if self.tiles == 1 else TILE) // LANES)
+
+    @property
+    def slot(self) -> int:
+        return LANES << (self.sub_tiles - 1).bit_length()
+
+    @property
+    def whole(self) -> range:
+        return range(1, max(1, self.vocab // TILE))
+
+    @property
+    def copied(self) -> tuple[int, int]:
+        return TILE, self.tail
+
+    def sub_tile(self, x_smem: Any, row: Any, k: int) -> Any:
+        return self.vector(x_smem[pl.ds(k * LANES, LANES)]).astype(jnp.float32)
+
+    def inside(self, row: Any, tile: Any, k: int) -> Any:
+        column = self.vector(lax.broadcasted_iota(jnp.int32, (LANES,), 0))
+        first = self.shift(row) - tile * TILE - k * LANES
+        return (column >= first) & (column < first + self.vocab)
+
+    @property
+    def lanes_scratch(self) -> Any:
+        return plgpu.SMEM((2 * WARPGROUP, LANES // WARPGROUP), jnp.float32)
+
+    def sum_lanes(self, acc: Any, lanes_smem: Any, row: Any) -> Any:
+        x = _vector(acc.reshape(WARPGROUP, 4))
+        lanes_smem[pl.ds(0, WARPGROUP)] = x
+        lanes_smem[pl.ds(WARPGROUP, WARPGROUP)] = x  # again, where the rotation wraps around
+        plgpu.commit_smem()
+        x = []
+        for i in range(4):
+            at = self.shift(row) + i
+            here = (pl.ds(lax.div(at, _i32(4)), WARPGROUP), pl.ds(lax.rem(at, _i32(4)), 1))
+            x.append(_vector(lanes_smem[here], 1))
+        return _sum_pairs(((x[0] + x[1]) + x[2]) + x[3])
+
+
 def _by_thread(size: int, window: Any, element: Any) -> None:
     """Covers ``size`` elements by windows of a warpgroup, or one by one if they are fewer.
 
@@ -296,13 +437,14 @@ def _row_loop(
 
     Args:
         fetch: ``(slot, row, tile)`` starts the copies into a slot.
-        tile_step: ``(slot, row, tile, index, acc, partial) -> acc`` uses a slot, and leaves it
-            free; ``partial`` says that it is the row's last, partial tile.
+        tile_step: ``(slot, row, tile, index, acc, masked) -> acc`` uses a slot, and leaves it
+            free; ``masked`` says that not all of the tile is the row's.
         finish: ``(row, acc)`` ends a row.
     """
     block = lax.axis_index("block")
     rows = lax.div(tiling.tokens - block + blocks - 1, _i32(blocks))
     tiles = tiling.tiles
+    whole = tiling.whole
 
     def fetch_index(slot: Any, index: Any) -> None:
         row = block + lax.div(index, _i32(tiles)) * blocks
@@ -313,16 +455,18 @@ def _row_loop(
     def row_step(r: Any, carry: Any) -> Any:
         row = block + r * blocks
 
-        def step(tile: Any, acc: Any, *, partial: bool = False) -> Any:
+        def step(tile: Any, acc: Any, *, masked: bool = False) -> Any:
             index = r * tiles + tile
-            acc = tile_step(lax.rem(index, _i32(stages)), row, tile, index, acc, partial)
+            acc = tile_step(lax.rem(index, _i32(stages)), row, tile, index, acc, masked)
             _refill_ring(index, rows * tiles, stages, fetch_index)
             return acc
 
         acc = tiling.vector(_splat(jnp.float32(0)))
-        acc = lax.fori_loop(_i32(0), _i32(tiling.full_tiles), step, acc)
-        if tiling.tail:
-            acc = step(_i32(tiling.full_tiles), acc, partial=True)
+        for tile in range(whole.start):
+            acc = step(_i32(tile), acc, masked=True)
+        acc = lax.fori_loop(_i32(whole.start), _i32(whole.stop), step, acc)
+        for tile in range(whole.stop, tiles):
+            acc = step(_i32(tile), acc, masked=True)
         finish(row, acc)
         return carry
 
@@ -386,7 +530,12 @@ def forward(
         vocab]`` float32 or ``None``.
     """
     tokens, vocab = p.shape
+    sums_only = not (keep_codes or elementwise)
+    if sums_only and vocab <= config.PALLAS_SHORT_VOCAB and tokens >= WARPGROUP:
+        return _forward_short(p, q, row_weights), None, None
     tiling = _Tiling.of(tokens, vocab, (p.dtype, q.dtype))
+    if sums_only and not tiling.aligned:
+        tiling = _Windows(tokens, vocab, aligned=False)
     stages = config.PALLAS_STAGES
 
     out_type = {"per_token": jax.ShapeDtypeStruct((tokens,), jnp.float32)}
@@ -401,7 +550,7 @@ def forward(
         out_type["elementwise"] = jax.ShapeDtypeStruct((tokens, vocab), jnp.float32)
         scratch["elementwise"] = plgpu.SMEM((tiling.slot,), jnp.float32)
     if not tiling.aligned:
-        scratch["lanes"] = plgpu.SMEM((LANES,), jnp.float32)
+        scratch["lanes"] = tiling.lanes_scratch
     blocks = tiling.blocks(_smem_bytes(list(scratch.values())))
     scratch["barrier"] = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
     inputs = [tiling.gmem_view(p), tiling.gmem_view(q)]
@@ -415,42 +564,23 @@ def forward(
         barrier = smem["barrier"]
 
         def fetch(s: Any, row: Any, tile: Any) -> None:
-            def start() -> None:
-                tiling.fetch(p_gmem, smem["p"].at[s], row, tile, barrier.at[s])
-                tiling.fetch(q_gmem, smem["q"].at[s], row, tile, barrier.at[s])
-
-            if tiling.aligned:
-                start()
-            else:
-                pl.when(jnp.logical_not(tiling.overhangs(row, tile)))(start)
+            tiling.fetch(p_gmem, smem["p"].at[s], row, tile, barrier.at[s])
+            tiling.fetch(q_gmem, smem["q"].at[s], row, tile, barrier.at[s])
 
         def arrive(s: Any, row: Any, tile: Any) -> None:
-            if tiling.aligned:
-                plgpu.barrier_wait(barrier.at[s])
-                return
-            overhangs = tiling.overhangs(row, tile)
+            plgpu.barrier_wait(barrier.at[s])
+            tiling.complete(p_gmem, smem["p"].at[s], row, tile)
+            tiling.complete(q_gmem, smem["q"].at[s], row, tile)
 
-            @pl.when(jnp.logical_not(overhangs))
-            def _() -> None:
-                plgpu.barrier_wait(barrier.at[s])
-
-            @pl.when(overhangs)
-            def _() -> None:
-                tiling.load_overhanging(p_gmem, smem["p"].at[s], row, tile)
-                tiling.load_overhanging(q_gmem, smem["q"].at[s], row, tile)
-                plgpu.commit_smem()
-
-        def tile_step(s: Any, row: Any, tile: Any, index: Any, acc: Any, partial: bool) -> Any:
+        def tile_step(s: Any, row: Any, tile: Any, index: Any, acc: Any, masked: bool) -> Any:
             arrive(s, row, tile)
             codes: Any = None
             values = []
             for k in range(tiling.sub_tiles):
                 d = tiling.sub_tile(smem["p"].at[s], row, k)
                 d -= tiling.sub_tile(smem["q"].at[s], row, k)
-                if partial:
-                    column = tiling.vector(lax.broadcasted_iota(jnp.int32, (LANES,), 0))
-                    inside = column < tiling.tail - k * LANES
-                    d = jnp.where(inside, d, jnp.zeros_like(d))
+                if masked:
+                    d = jnp.where(tiling.inside(row, tile, k), d, jnp.zeros_like(d))
                 acc = acc + jnp.abs(d)
                 if keep_codes:
                     code = _sign_codes(d) << (2 * k)
@@ -473,12 +603,7 @@ def forward(
             return acc
 
         def finish(row: Any, acc: Any) -> None:
-            if not tiling.aligned:
-                # From one element a thread and step to the 4 neighbours that the sum starts with.
-                smem["lanes"][...] = acc
-                plgpu.commit_smem()
-                acc = _vector(smem["lanes"][...])
-            value = _sum_lanes(acc) * 0.5
+            value = tiling.sum_lanes(acc, smem.get("lanes"), row) * 0.5
             if weights_gmem is not None:
                 w = weights_gmem[row]
                 value = jnp.where(w == 0, jnp.float32(0), value * w)
@@ -493,6 +618,41 @@ def forward(
     )
     named = dict(zip(out_type, outputs, strict=True))
     return named["per_token"], named.get("codes"), named.get("elementwise")
+
+
+def _forward_short(p: jax.Array, q: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+    """The per-token values of rows of a few elements: a row a thread, not a row a warpgroup."""
+    tokens, vocab = p.shape
+    inputs = [p, q] + ([] if row_weights is None else [row_weights.reshape(tokens, 1)])
+
+    def body(p_gmem: Any, q_gmem: Any, *rest: Any) -> None:
+        *weights_gmem, per_token_gmem = rest
+        # The last block is moved back over rows that another does too: all of them whole.
+        first = lax.min(lax.axis_index("block") * WARPGROUP, _i32(tokens - WARPGROUP))
+        rows = pl.ds(first, WARPGROUP)
+
+        def column(x_gmem: Any, j: int) -> Any:
+            return _vector(x_gmem[rows, pl.ds(j, 1)], 1).astype(jnp.float32)
+
+        lanes = [jnp.abs(column(p_gmem, j) - column(q_gmem, j)) for j in range(vocab)]
+        value = _sum_few_lanes(lanes) * 0.5
+        if weights_gmem:
+            w = column(weights_gmem[0], 0)
+            value = jnp.where(w == 0, jnp.zeros_like(value), value * w)
+        per_token_gmem[rows, pl.ds(0, 1)] = value
+
+    out_type = [jax.ShapeDtypeStruct((tokens, 1), jnp.float32)]
+    blocks = -(-tokens // WARPGROUP)
+    (per_token,) = _call(body, "tvd_forward_short", out_type, blocks, [], inputs)
+    return per_token.reshape(tokens)
+
+
+def _sum_few_lanes(lanes: list[Any]) -> Any:
+    """Adds the first lanes in the contract's order; the others are 0 and change nothing."""
+    sums = [functools.reduce(operator.add, lanes[i : i + 4]) for i in range(0, len(lanes), 4)]
+    while len(sums) > 1:
+        sums = [functools.reduce(operator.add, sums[i : i + 2]) for i in range(0, len(sums), 2)]
+    return sums[0]
 
 
 def _weighted(value: Any, weights_gmem: Any, row: Any) -> Any:
@@ -601,24 +761,29 @@ def backward(
         row, tile = lax.div(block, _i32(tiling.tiles)), lax.rem(block, _i32(tiling.tiles))
         if per_element:
             upstream_smem, barrier = rest
-            _fetch_and_wait(tiling, upstream_gmem, upstream_smem, row, tile, barrier)
+            tiling.fetch(upstream_gmem, upstream_smem, row, tile, barrier.at[0])
+            plgpu.barrier_wait(barrier.at[0])
+            tiling.complete(upstream_gmem, upstream_smem, row, tile)
         else:
             scale = upstream_gmem[_i32(0) if upstream_gmem.shape[0] == 1 else row] * 0.5
             if divisor_gmem is not None:
                 scale = _divide(scale, divisor_gmem[0])
             if weights_gmem is not None:
-                scale = scale * weights_gmem[row]
+                w = weights_gmem[row]
+                scale = jnp.where(w == 0, jnp.float32(0), scale * w)
 
         codes = tiling.vector(codes_gmem[row, pl.ds(tile * LANES, LANES)]).astype(jnp.uint32)
         if weights_gmem is not None:
-            # Selected, not multiplied: an ignored row may hold NaN.
-            codes = jnp.where(_splat(weights_gmem[row]) == 0, jnp.zeros_like(codes), codes)
+            # Selected, not multiplied: the upstream gradient of an ignored row may be NaN, and its
+            # codes may say NaN.
+            ignored = _splat(weights_gmem[row]) == 0
+            codes = jnp.where(ignored, jnp.zeros_like(codes), codes)
         gradients: list[list[Any]] = [[] for _ in wanted]
         for k in range(tiling.sub_tiles):
             code = (codes >> (2 * k)) & 3
             if per_element:
                 value = tiling.sub_tile(upstream_smem, row, k) * 0.5
-                value = value if weights_gmem is None else value * weights_gmem[row]
+                value = _weighted(value, weights_gmem, row)
             else:
                 value = tiling.vector(_splat(scale))
             for sign, dtype, gradient in zip(signs, wanted, gradients, strict=True):
@@ -632,29 +797,8 @@ def backward(
     return [None if dtype is None else outputs.pop(0) for dtype in dtypes]
 
 
-def _fetch_and_wait(
-    tiling: _Tiling, x_gmem: Any, x_smem: Any, row: Any, tile: Any, barrier: Any
-) -> None:
-    """Brings one tile into shared memory, and waits for it."""
-
-    def by_copy() -> None:
-        tiling.fetch(x_gmem, x_smem, row, tile, barrier.at[0])
-        plgpu.barrier_wait(barrier.at[0])
-
-    def by_thread() -> None:
-        tiling.load_overhanging(x_gmem, x_smem, row, tile)
-        plgpu.commit_smem()
-
-    if tiling.aligned:
-        by_copy()
-        return
-    overhangs = tiling.overhangs(row, tile)
-    pl.when(jnp.logical_not(overhangs))(by_copy)
-    pl.when(overhangs)(by_thread)
-
-
 def _signed(code: Any, value: Any) -> Any:
-    """value, -value, 0 or NaN as the sign code says."""
-    zero, nan = jnp.zeros_like(value), jnp.full_like(value, jnp.nan)
+    """sign * value: at a tie 0, or NaN where the value is not finite, as 0 * value is."""
+    zero, nan = value * 0, jnp.full_like(value, jnp.nan)
     signed = jnp.where(code == 1, value, jnp.where(code == 2, -value, zero))
     return jnp.where(code == 3, nan, signed)

@@ -85,6 +85,7 @@ def forward(
         KEEP_CODES=keep_codes,
         ELEMENTWISE=elementwise,
         ALIGNED=vocab % 16 == 0,
+        STAGES=config.triton_forward_stages(vocab, p.dtype.itemsize, q.dtype.itemsize),
     )
     return per_token, codes_out if keep_codes else None, values_out if elementwise else None
 

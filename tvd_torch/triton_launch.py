@@ -118,6 +118,7 @@ def forward(
                 KEEP_CODES=keep_codes,
                 ELEMENTWISE=elementwise is not None,
                 ALIGNED=vocab % 16 == 0,
+                STAGES=config.triton_forward_stages(vocab, p.itemsize, q.itemsize),
                 num_warps=config.TRITON_FORWARD_WARPS,
             )
         if reduction == "per_token":
