@@ -1,0 +1,33 @@
+"""The documents: links lead somewhere, and the summation order as written is the model's."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from parity_tests import inputs
+from parity_tests.oracle import assert_same_bits
+from tvd_core.reference import per_token_float32, reduce_float32
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = ("README.md", "bench/README.md", "docs/contract.md", "docs/performance.md")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    document = ROOT / name
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
+    missing = [link for link in links if not (document.parent / link).exists()]
+    assert not missing
+
+
+def test_the_contracts_summation_order_is_the_models() -> None:
+    text = (ROOT / "docs/contract.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    p, q = inputs.rows(700, 1271)
+    names = {"np": np, "p": p, "q": q, "divisor": np.float32(700)}
+    exec(block, names)
+    assert_same_bits("per_token", names["per_token"], per_token_float32(p, q))
+    total = reduce_float32(names["per_token"]) / np.float32(700)
+    assert_same_bits("loss", np.asarray(names["loss"]), np.asarray(total))
