@@ -264,19 +264,19 @@ def _run_forward(
     implementation: str,
     keep_codes: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
-    """Result of the reduction, codes, divisor, per-token values."""
+    """Result of the reduction, codes, divisor, per-token values (and what fills them up)."""
     kernels = _kernels(implementation)
+    tokens, vocab = p.shape
+    elementwise, summed = reduction == "none", reduction not in ("none", "per_token")
     forward = functools.partial(
-        kernels.forward, keep_codes=keep_codes, elementwise=reduction == "none"
+        kernels.forward, keep_codes=keep_codes, elementwise=elementwise, summed=summed
     )
-    reduce = functools.partial(kernels.reduce, reduction=reduction, vocab=p.shape[1])
+    reduce = functools.partial(kernels.reduce, reduction=reduction, tokens=tokens, vocab=vocab)
     if implementation == "triton":  # jax-triton has no batching rule
         forward, reduce = _sequential_vmap(forward), _sequential_vmap(reduce)
-    per_token, codes, elementwise = forward(p, q, row_weights)
-    if reduction == "per_token":
-        return per_token, codes, None, per_token
-    if elementwise is not None:
-        return elementwise, codes, None, per_token
+    per_token, codes, values = forward(p, q, row_weights)
+    if not summed:
+        return per_token if values is None else values, codes, None, per_token
     loss, divisor = reduce(per_token, row_weights, normalizer)
     return loss, codes, divisor, per_token
 
@@ -425,4 +425,4 @@ def forward_with_codes(
     divisor = None if normalizer is None else jnp.asarray(normalizer, jnp.float32)
     loss, codes, _, per_token = _run_forward(p, q, row_weights, divisor, reduction, chosen, True)
     assert codes is not None
-    return loss, per_token, codes
+    return loss, per_token[: p.shape[0]], codes

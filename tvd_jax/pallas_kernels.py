@@ -515,6 +515,7 @@ def forward(
     *,
     keep_codes: bool,
     elementwise: bool,
+    summed: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """``weight * 0.5 * sum_v |p - q|`` of each row, and what else is asked for.
 
@@ -524,21 +525,24 @@ def forward(
         row_weights: ``[tokens]`` float32, 0 for an ignored row; ``None`` if every row counts 1.
         keep_codes: whether to return the packed sign codes.
         elementwise: whether to return ``weight * 0.5 * |p - q|``.
+        summed: whether the values are for ``reduce``: then they are filled up with zeros to a
+            multiple of REDUCE_TILE, which costs a kernel of its own (1 us) anywhere else.
 
     Returns:
-        ``[tokens]`` float32; codes ``[tokens, tiles * LANES]`` uint8 or ``None``; ``[tokens,
-        vocab]`` float32 or ``None``.
+        ``[tokens]`` float32, or more if ``summed``; codes ``[tokens, tiles * LANES]`` uint8 or
+        ``None``; ``[tokens, vocab]`` float32 or ``None``.
     """
     tokens, vocab = p.shape
     sums_only = not (keep_codes or elementwise)
     if sums_only and vocab <= config.PALLAS_SHORT_VOCAB and tokens >= WARPGROUP:
-        return _forward_short(p, q, row_weights), None, None
+        return _forward_short(p, q, row_weights, summed), None, None
     tiling = _Tiling.of(tokens, vocab, (p.dtype, q.dtype))
     if sums_only and not tiling.aligned:
         tiling = _Windows(tokens, vocab, aligned=False)
     stages = config.PALLAS_STAGES
 
-    out_type = {"per_token": jax.ShapeDtypeStruct((tokens,), jnp.float32)}
+    padding = -tokens % REDUCE_TILE if summed else 0
+    out_type = {"per_token": jax.ShapeDtypeStruct((tokens + padding,), jnp.float32)}
     scratch = {
         "p": plgpu.SMEM((stages, tiling.slot), p.dtype),
         "q": plgpu.SMEM((stages, tiling.slot), q.dtype),
@@ -562,6 +566,7 @@ def forward(
         gmem = dict(zip(out_type, rest, strict=False))
         smem = dict(zip(scratch, rest[len(out_type) :], strict=True))
         barrier = smem["barrier"]
+        _fill_up(gmem["per_token"], tokens)
 
         def fetch(s: Any, row: Any, tile: Any) -> None:
             tiling.fetch(p_gmem, smem["p"].at[s], row, tile, barrier.at[s])
@@ -620,7 +625,23 @@ def forward(
     return named["per_token"], named.get("codes"), named.get("elementwise")
 
 
-def _forward_short(p: jax.Array, q: jax.Array, row_weights: jax.Array | None) -> jax.Array:
+def _fill_up(per_token_gmem: Any, tokens: int) -> None:
+    """Zeros for what lies beyond the tokens."""
+
+    def window(i: Any, width: int) -> None:
+        per_token_gmem[pl.ds(tokens + i, width)] = _vector(jnp.zeros(width, jnp.float32), 1)
+
+    def element(i: Any) -> None:
+        per_token_gmem[tokens + i] = jnp.float32(0)
+
+    padding = per_token_gmem.shape[0] - tokens
+    if padding:
+        pl.when(lax.axis_index("block") == 0)(lambda: _by_thread(padding, window, element))
+
+
+def _forward_short(
+    p: jax.Array, q: jax.Array, row_weights: jax.Array | None, summed: bool
+) -> jax.Array:
     """The per-token values of rows of a few elements: a row a thread, not a row a warpgroup."""
     tokens, vocab = p.shape
     inputs = [p, q] + ([] if row_weights is None else [row_weights.reshape(tokens, 1)])
@@ -639,12 +660,14 @@ def _forward_short(p: jax.Array, q: jax.Array, row_weights: jax.Array | None) ->
         if weights_gmem:
             w = column(weights_gmem[0], 0)
             value = jnp.where(w == 0, jnp.zeros_like(value), value * w)
-        per_token_gmem[rows, pl.ds(0, 1)] = value
+        per_token_gmem[rows] = value.reshape(WARPGROUP)
+        _fill_up(per_token_gmem, tokens)
 
-    out_type = [jax.ShapeDtypeStruct((tokens, 1), jnp.float32)]
+    padding = -tokens % REDUCE_TILE if summed else 0
+    out_type = [jax.ShapeDtypeStruct((tokens + padding,), jnp.float32)]
     blocks = -(-tokens // WARPGROUP)
     (per_token,) = _call(body, "tvd_forward_short", out_type, blocks, [], inputs)
-    return per_token.reshape(tokens)
+    return per_token
 
 
 def _sum_few_lanes(lanes: list[Any]) -> Any:
@@ -669,17 +692,16 @@ def reduce(
     normalizer: jax.Array | float | None,
     *,
     reduction: str,
+    tokens: int,
     vocab: int,
 ) -> tuple[jax.Array, jax.Array]:
     """``sum(per_token) / divisor`` in the contract's order, and the divisor, both 0-d float32."""
-    tokens = per_token.shape[0]
     normalized = reduction in NORMALIZED_REDUCTIONS
     counted = normalized and normalizer is None and row_weights is not None
     factor = float(vocab) if reduction == "mean" else 1.0
-    padding = (0, -tokens % REDUCE_TILE)
-    inputs = [jnp.pad(per_token, padding)]
+    inputs = [per_token]
     if counted:
-        inputs.append(jnp.pad(row_weights, padding))
+        inputs.append(jnp.pad(row_weights, (0, -tokens % REDUCE_TILE)))
     else:
         # An input even where it is known: XLA, which interprets, would turn the division by a
         # constant into a product.

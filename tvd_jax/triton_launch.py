@@ -57,6 +57,7 @@ def forward(
     *,
     keep_codes: bool,
     elementwise: bool,
+    summed: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """See :func:`tvd_jax.pallas_kernels.forward`."""
     from tvd_core.triton_kernels import tvd_forward_kernel
@@ -96,12 +97,12 @@ def reduce(
     normalizer: jax.Array | float | None,
     *,
     reduction: str,
+    tokens: int,
     vocab: int,
 ) -> tuple[jax.Array, jax.Array]:
     """See :func:`tvd_jax.pallas_kernels.reduce`."""
     from tvd_core.triton_kernels import tvd_reduce_kernel
 
-    tokens = per_token.shape[0]
     normalized = reduction in NORMALIZED_REDUCTIONS
     counted = normalized and normalizer is None and row_weights is not None
     scalar = jax.ShapeDtypeStruct((1,), jnp.float32)
