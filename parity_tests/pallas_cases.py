@@ -11,6 +11,7 @@ import tvd_jax
 from tvd_core import config
 
 TOKENS = 300  # more rows than blocks of the grid
+BATCHED_TOKENS = 3
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class Case:
     weights: bool = False
     normalizer: bool = False
     grad: bool = True
+    batch: int = 0  # of arrays of BATCHED_TOKENS tokens, through jax.vmap
 
     def __str__(self) -> str:
         options = [n for n in ("labels", "weights", "normalizer", "grad") if getattr(self, n)]
+        options += [f"vmap{self.batch}"] if self.batch else []
         return "-".join([str(self.vocab), self.p_dtype, self.q_dtype, self.reduction, *options])
 
     @property
@@ -56,7 +59,8 @@ class Case:
             value, pullback = jax.vjp(lambda p, q: loss(p, q, *rest), p, q)
             return value, pullback(3.0 * jnp.ones_like(value))
 
-        return loss_and_gradients if self.grad else loss
+        function = loss_and_gradients if self.grad else loss
+        return jax.vmap(function) if self.batch else function
 
     def arguments(self, **struct: Any) -> tuple[jax.ShapeDtypeStruct | None, ...]:
         """Shapes and dtypes to trace with."""
@@ -64,13 +68,14 @@ class Case:
         def array(shape, dtype, wanted=True):
             return jax.ShapeDtypeStruct(shape, dtype, **struct) if wanted else None
 
-        rows = (TOKENS, self.vocab)
+        tokens = (self.batch, BATCHED_TOKENS) if self.batch else (TOKENS,)
+        rows = (*tokens, self.vocab)
         return (
             array(rows, self.p_dtype),
             array(rows, self.q_dtype),
-            array(rows[:1], "int32", self.labels),
-            array(rows[:1], "float32", self.weights),
-            array((), "float32", self.normalizer),
+            array(tokens, "int32", self.labels),
+            array(tokens, "float32", self.weights),
+            array(tokens[:-1], "float32", self.normalizer),
         )
 
 
@@ -103,6 +108,12 @@ CASES = (
     Case(3, BF16, BF16, weights=True),
     Case(1),
     Case(1, F16, BF16, reduction="none"),
+    # Batches: of arrays that start at a multiple of 16 bytes each, and of others.
+    Case(4096, labels=True, batch=4),
+    Case(50256, batch=4),
+    Case(50257, labels=True, batch=4),
+    Case(601, BF16, BF16, reduction="none", batch=4),
+    Case(601, BF16, BF16, weights=True, grad=False, batch=4),
     # Rows so short that a thread takes one.
     Case(1, grad=False),
     Case(3, BF16, "float32", weights=True, grad=False),

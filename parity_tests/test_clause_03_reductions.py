@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -85,7 +86,18 @@ def test_clause_03_many_tokens(route: Route) -> None:
     budget.check_loss(loss, tvd_reference(p, q, labels, weights=weights), tokens, 3)
 
 
-@pytest.mark.parametrize("number", [np.int64(8), np.float32(8), np.float64(8)], ids=str)
+NUMPY_NUMBERS = [
+    np.int64(8),
+    np.float16(8),
+    np.float32(8),
+    np.float64(8),
+    ml_dtypes.bfloat16(8),
+    np.array(8),
+    np.array(8, np.float32),
+]
+
+
+@pytest.mark.parametrize("number", NUMPY_NUMBERS, ids=lambda x: f"{x.dtype} {type(x).__name__}")
 def test_clause_03_normalizer_may_be_a_numpy_number(route: Route, number: Any) -> None:
     p, q = inputs.rows(3, 40)
     with route.running():

@@ -49,6 +49,61 @@ def test_clause_07_forward_bits_follow_the_documented_order(
     assert_same_bits("codes", result.codes, pack_codes(p, q))
 
 
+@pytest.mark.parametrize(("tokens", "vocab"), [(17, 2035), (19, 4095)])
+def test_clause_07_bits_of_rows_at_many_shifts(
+    kernel_route: Route, tokens: int, vocab: int
+) -> None:
+    """Odd rows are read from multiples of 64 elements on: some reach into one window more."""
+    p, q = inputs.rows(tokens, vocab)
+    result = kernel_route.forward(p, q, reduction="per_token")
+    assert_same_bits("per_token", result.per_token, per_token_float32(p, q))
+    assert_same_bits("codes", result.codes, pack_codes(p, q))
+    upstream = np.full(tokens, 1 / 3, np.float32)
+    gradients = kernel_route.run(p, q, reduction="per_token", upstream=upstream)
+    right = gradient_float32(p, q, upstream * np.float32(0.5), np.ones(tokens, np.float32))
+    assert_same_bits("dp", gradients.dp + np.float32(0), right + np.float32(0))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "dtype"),
+    [(3, 10240, "float32"), (4, 8000, "bfloat16"), (3, 6145, "float32"), (66, 129, "bfloat16")],
+)
+@pytest.mark.parametrize("in_blocks", [False, True], ids=["flat", "blocks"])
+def test_clause_07_bits_do_not_depend_on_the_pallas_grid(
+    tokens: int, vocab: int, dtype: str, in_blocks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks for all rows, so that their rings are filled again and again; and flat arrays in
+    blocks of rows, as they are from 2**31 elements on."""
+    route = routes.get("jax-pallas")
+    if not route.can_run:
+        pytest.skip(route.mode)
+    import jax
+
+    from tvd_core import config
+    from tvd_jax import pallas_kernels
+
+    monkeypatch.setattr(pallas_kernels, "_sm_count", lambda: 2)
+    monkeypatch.setattr(config, "PALLAS_MAX_BLOCKS_PER_SM", 1)
+    if in_blocks:
+        monkeypatch.setattr(pallas_kernels._Tiling, "_in_blocks", True)
+    jax.clear_caches()
+    p, q = inputs.rows(tokens, vocab, dtype)
+    right = per_token_float32(p, q)
+    assert_same_bits("sums only", route.loss(p, q, reduction="per_token"), right)
+    result = route.forward(p, q, reduction="none")
+    assert_same_bits("per_token", result.per_token, right)
+    assert_same_bits("codes", result.codes, pack_codes(p, q))
+    jax.clear_caches()
+
+
+def test_clause_07_the_triton_kernels_use_the_contracts_constants() -> None:
+    triton_kernels = pytest.importorskip("tvd_core.triton_kernels")
+    from tvd_core import config, contract
+
+    values = [getattr(triton_kernels, n).value for n in ("LANES", "TILE", "WINDOW_ALIGNMENT")]
+    assert values == [contract.LANES, contract.TILE, config.WINDOW_ALIGNMENT]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("tokens", "vocab"),

@@ -155,6 +155,38 @@ def test_clause_08_jax_without_gradient_writes_nothing_of_input_size(
     assert sizes and max(sizes) <= max(SMALL, 16384) < p.nbytes
 
 
+def test_clause_08_eager_on_a_cpu_does_not_loop_over_tokens() -> None:
+    """2**14 tokens of 4 took 9200 operators in blocks of 16 rows."""
+    torch = pytest.importorskip("torch")
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from tvd_torch import tvd_loss
+
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    p, q = (torch.rand(2**14, 4, requires_grad=True) for _ in "pq")
+    with Count() as count:
+        torch.autograd.grad(tvd_loss(p, q, implementation="eager"), [p, q])
+    assert 0 < count.calls < 100
+
+
+@pytest.mark.parametrize("elements", [1, 600, 1799])
+def test_clause_08_eager_blocks_of_any_size(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row, or as many as fit, and a last block that is shorter."""
+    pytest.importorskip("torch")
+    from tvd_torch import eager
+
+    monkeypatch.setattr(eager, "BLOCK_ELEMENTS", elements)
+    p, q = inputs.rows(5, 300)
+    labels, weights = inputs.labels_for(5), inputs.weights_for(5)
+    oracle.check(routes.get("torch-eager"), p, q, labels, weights=weights, upstream=0.5)
+
+
 # --- no host synchronisation ----------------------------------------------------------------------
 
 

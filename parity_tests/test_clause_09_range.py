@@ -60,6 +60,48 @@ def test_clause_09_expanded(route: Route) -> None:
     np.testing.assert_array_equal(result.dq, dq.sum(0, keepdims=True))
 
 
+def _with_negative_bit(x: Any) -> Any:
+    """The values of ``x``, as a view of memory that holds them with the other sign."""
+    import torch
+
+    if x.is_floating_point():
+        x = torch.complex(torch.zeros_like(x), -x).conj().imag
+    else:
+        x = torch._neg_view(-x)
+    assert x.is_neg()
+    return x
+
+
+@pytest.mark.parametrize("name", ["p", "q", "labels", "weights", "normalizer", "upstream"])
+def test_clause_09_negative_bit(torch_route: Route, name: str) -> None:
+    """PyTorch may leave a negation to whoever reads the memory: ``z.conj().imag`` does."""
+    import torch
+
+    p, q = inputs.rows(4, 600)
+    values = {
+        "p": p,
+        "q": q,
+        "labels": np.array([1, 5, 2, 5], np.int64),
+        "weights": inputs.weights_for(4),
+        "normalizer": np.array(3.0, np.float32),
+        "upstream": np.array(-1.75, np.float32),
+    }
+
+    def run(changed: str | None) -> list[np.ndarray]:
+        x = {k: torch_route.array(v) for k, v in values.items()}
+        if changed is not None:
+            x[changed] = _with_negative_bit(x[changed])
+        wanted = [x["p"].requires_grad_(), x["q"].requires_grad_()]
+        upstream = x.pop("upstream")
+        with torch_route.running():
+            loss = torch_route.call(**x, ignore_index=5)
+            gradients = torch.autograd.grad(loss, wanted, upstream)
+        return [torch_route.numpy(y.resolve_neg()) for y in (loss, *gradients)]
+
+    for what, actual, right in zip(("loss", "dp", "dq"), run(name), run(None), strict=True):
+        oracle.assert_same_bits(what, actual, right)
+
+
 @pytest.mark.parametrize("reduction", ["none", "per_token"])
 def test_clause_09_strided_upstream_labels_and_weights(torch_route: Route, reduction: str) -> None:
     """An expanded upstream gradient is what ``loss.sum().backward()`` hands over."""
@@ -89,7 +131,7 @@ def test_clause_09_strided_upstream_labels_and_weights(torch_route: Route, reduc
 
 def _last_row_disjoint(route: Route, tokens: int, vocab: int, dtype: str) -> tuple[Any, Any]:
     """Zeros, but the last row: p holds all of its mass in the even places, q in the odd ones."""
-    half = 2.0 / vocab  # a power of two, exact in every dtype
+    half = 2.0**-16  # exact in every dtype, and so are its multiples; 1 at vocab 2**17
     if route.framework == "torch":
         import torch
 
@@ -129,14 +171,15 @@ def _per_token_and_gradient(route: Route, p: Any, q: Any) -> tuple[np.ndarray, n
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtype"), [(16384, "float32"), (16385, "bfloat16")], ids=["2**31", "more"]
+    ("tokens", "vocab", "dtype"),
+    [(16384, 131072, "float32"), (16385, 131072, "bfloat16"), (42800, 50257, "bfloat16")],
+    ids=["2**31", "more", "unaligned"],
 )
 def test_clause_09_last_row_beyond_int32_offsets(
-    kernel_route: Route, tokens: int, dtype: str
+    kernel_route: Route, tokens: int, vocab: int, dtype: str
 ) -> None:
     if not kernel_route.compiled_on_gpu:
         pytest.skip("needs the memory of a GPU")
-    vocab = 131072
     inputs_on_gpu = _last_row_disjoint(kernel_route, tokens, vocab, dtype)
     loss, last, elsewhere = _per_token_and_gradient(kernel_route, *inputs_on_gpu)
     del inputs_on_gpu
@@ -144,6 +187,7 @@ def test_clause_09_last_row_beyond_int32_offsets(
         import torch
 
         torch.cuda.empty_cache()  # JAX shares the GPU
-    assert loss[-1] == 1.0 and not loss[:-1].any()
-    np.testing.assert_array_equal(last, np.tile(np.float32([0.5, -0.5]), vocab // 2))
+    assert loss[-1] == vocab * 2.0**-17 and not loss[:-1].any()
+    np.testing.assert_array_equal(last[:2], np.float32([0.5, -0.5]))
+    np.testing.assert_array_equal(last, np.resize(np.float32([0.5, -0.5]), vocab))
     assert elsewhere == 0

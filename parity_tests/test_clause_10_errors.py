@@ -1,6 +1,8 @@
 """Contract clause 10: bad input is refused before anything runs, in both packages' same words."""
 
+import contextlib
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +12,14 @@ import pytest
 
 from parity_tests import child, inputs, routes
 from parity_tests.routes import Route
+from parity_tests.x64 import enable_x64
 
 P, Q = inputs.rows(2, 8)
 LABELS = np.array([1, 2], np.int32)
 WEIGHTS = np.ones(2, np.float32)
 NAMES = "batchmean, sum, mean, none, per_token"
 FLOATS = "float32, bfloat16, float16 or float64"
+IN_RANGE = "normalizer must be positive and in float32's range (1.2e-38 to 3.4e38)"
 
 
 def _floats(*shape: int) -> np.ndarray:
@@ -122,11 +126,18 @@ BAD = {
         ValueError,
         "normalizer applies to reduction batchmean or mean only, got reduction 'sum'",
     ),
-    "normalizer: zero": Bad(
-        {"normalizer": 0}, ValueError, "normalizer must be positive and finite, got 0"
+    "normalizer: zero": Bad({"normalizer": 0}, ValueError, f"{IN_RANGE}, got 0"),
+    "normalizer: negative": Bad({"normalizer": -2.5}, ValueError, f"{IN_RANGE}, got -2.5"),
+    "normalizer: NaN": Bad({"normalizer": float("nan")}, ValueError, f"{IN_RANGE}, got nan"),
+    "normalizer: inf": Bad({"normalizer": float("inf")}, ValueError, f"{IN_RANGE}, got inf"),
+    "normalizer: 0 in float32": Bad({"normalizer": 1e-50}, ValueError, f"{IN_RANGE}, got 1e-50"),
+    "normalizer: subnormal": Bad({"normalizer": 1e-40}, ValueError, f"{IN_RANGE}, got 1e-40"),
+    "normalizer: inf in float32": Bad({"normalizer": 1e40}, ValueError, f"{IN_RANGE}, got 1e+40"),
+    "normalizer: inf in float64": Bad(
+        {"normalizer": 10**400}, ValueError, f"{IN_RANGE}, got {10**400}"
     ),
-    "normalizer: NaN": Bad(
-        {"normalizer": float("nan")}, ValueError, "normalizer must be positive and finite, got nan"
+    "normalizer: NumPy's, too small": Bad(
+        {"normalizer": np.float64(1e-50)}, ValueError, f"{IN_RANGE}, got np.float64(1e-50)"
     ),
     "normalizer: text": Bad(
         {"normalizer": "4"}, TypeError, "normalizer must be a number or a 0-d array, got '4'"
@@ -164,6 +175,98 @@ def _move(route: Route, value: Any) -> Any:
 
         return torch.from_numpy(value.view(np.uint8).copy()).view(torch.float8_e4m3fn)
     return route.array(value)
+
+
+NUMPY_NORMALIZERS = {
+    "too large": Bad({"normalizer": np.array(1e40)}, ValueError, f"{IN_RANGE}, got array(1.e+40)"),
+    "1-d": Bad(
+        {"normalizer": np.ones(1)},
+        ValueError,
+        "normalizer must be a number or a 0-d array, got shape (1,)",
+    ),
+    "bool": Bad(
+        {"normalizer": np.True_},
+        TypeError,
+        "normalizer must have a real dtype (float or integer), got bool",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NUMPY_NORMALIZERS)
+def test_clause_10_numpy_normalizer(route: Route, case: str) -> None:
+    """NumPy's own arrays, which PyTorch takes for the normalizer too: their value is looked at."""
+    bad = NUMPY_NORMALIZERS[case]
+    with pytest.raises(bad.error) as raised:
+        route.call(route.array(P), route.array(Q), **bad.changes)
+    assert str(raised.value) == bad.words
+
+
+def test_clause_10_normalizer_of_float64_inputs_has_the_range_of_float32() -> None:
+    for name in ("torch-eager", "jax-xla"):
+        route = routes.get(name)
+        if route.can_run:
+            with enable_x64() if route.framework == "jax" else contextlib.nullcontext():
+                p, q = (route.array(x.astype(np.float64)) for x in (P, Q))
+                with pytest.raises(ValueError) as raised:
+                    route.call(p, q, normalizer=1e-50)
+            assert str(raised.value) == f"{IN_RANGE}, got 1e-50"
+
+
+ARGUMENTS = ("p", "q", "labels", "weights", "normalizer")
+NOT_DENSE = [(kind, name) for kind in ("sparse_coo", "nested", "jagged") for name in ARGUMENTS]
+NOT_DENSE += [(kind, name) for kind in ("sparse_csr", "_mkldnn") for name in ("p", "q")]
+
+
+def _not_dense(torch: Any, x: Any, kind: str) -> Any:
+    if kind == "_mkldnn":
+        return x.cpu().to_mkldnn()
+    if kind in ("nested", "jagged"):
+        layout = torch.jagged if kind == "jagged" else torch.strided
+        return torch.nested.nested_tensor([P[0], P[1]], layout=layout)
+    return x.to_sparse(layout=getattr(torch, kind))
+
+
+@pytest.mark.filterwarnings("ignore:.*beta state:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*prototype stage:UserWarning")
+@pytest.mark.parametrize(("kind", "name"), NOT_DENSE)
+def test_clause_10_only_dense_tensors(torch_route: Route, kind: str, name: str) -> None:
+    import torch
+
+    good = {"p": P, "q": Q, "labels": LABELS, "weights": WEIGHTS, "normalizer": _floats()}
+    arguments = {k: torch_route.array(v) for k, v in good.items()}
+    arguments[name] = _not_dense(torch, arguments[name], kind)
+    with pytest.raises(TypeError) as raised:
+        torch_route.call(**arguments)
+    words = "a nested tensor" if kind in ("nested", "jagged") else f"torch.{kind}"
+    assert str(raised.value) == f"{name} must be a dense tensor, got {words}"
+
+
+def test_clause_10_quantized_tensor(torch_route: Route) -> None:
+    import torch
+
+    p, q = torch_route.array(P), torch_route.array(Q)
+    for name in ("p", "q"):
+        quantized = {"p": p, "q": q, name: _quantized(torch, P)}
+        with pytest.raises(TypeError) as raised:
+            torch_route.call(**quantized)
+        assert str(raised.value) == f"{name} must be {FLOATS}, got qint8"
+
+
+def _quantized(torch: Any, x: np.ndarray) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and still in the wild
+        return torch.quantize_per_tensor(torch.from_numpy(x), 0.1, 0, torch.qint8)
+
+
+@pytest.mark.parametrize("name", ["p", "q"])
+def test_clause_10_sparse_jax_array(jax_route: Route, name: str) -> None:
+    from jax.experimental import sparse
+
+    arguments = {"p": jax_route.array(P), "q": jax_route.array(Q)}
+    arguments[name] = sparse.BCOO.fromdense(arguments[name])
+    with pytest.raises(TypeError) as raised:
+        jax_route.call(**arguments)
+    assert str(raised.value) == f"{name} must be a tensor or array, got BCOO"
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -35,15 +35,66 @@ def test_clause_11_torch_inference_mode_teacher(torch_route: Route) -> None:
     with torch.inference_mode():
         teacher = torch_route.array(q) * 1.0
     student = torch_route.array(p).requires_grad_()
-    try:
-        loss = torch_route.call(student, teacher)
-    except RuntimeError as error:  # eager keeps q for the backward, which PyTorch forbids
-        assert torch_route.implementation == "eager" and "nference tensor" in str(error)
-        return
+    loss = torch_route.call(student, teacher)
     with torch_route.running():
         loss.backward()
     right = torch_route.run(p, q, wrt="p")
     oracle.assert_same_bits("dp", torch_route.numpy(student.grad), right.dp)
+
+
+CONSTANTS = [(r, name) for r in ("batchmean", "none") for name in ("labels", "weights")]
+
+
+@pytest.mark.parametrize(("reduction", "name"), [*CONSTANTS, ("batchmean", "normalizer")])
+def test_clause_11_torch_constants_from_inference_mode(
+    torch_route: Route, reduction: str, name: str
+) -> None:
+    """PyTorch saves no tensor of inference mode for a backward."""
+    p, q = inputs.rows(TOKENS, VOCAB)
+    constants = {
+        "labels": np.array([1, -100, 2], np.int32),
+        "weights": np.array([0.5, 1.0, 2.0], np.float32),
+        "normalizer": np.array(4.0, np.float32),
+    }
+    if name == "weights":
+        del constants["labels"]  # eager makes new weights of the two
+    if reduction == "none":
+        del constants["normalizer"]
+    upstream = 2.0 if reduction == "batchmean" else np.full((TOKENS, VOCAB), 2.0)
+    right = torch_route.run(p, q, wrt="p", reduction=reduction, upstream=upstream, **constants)
+    arrays = torch_route.arrays(constants)
+    with torch.inference_mode():
+        arrays[name] = arrays[name] * 1
+    assert arrays[name].is_inference()
+    student = torch_route.array(p).requires_grad_()
+    loss = torch_route.call(student, torch_route.array(q), reduction=reduction, **arrays)
+    with torch_route.running():
+        (2 * loss.sum()).backward()
+    oracle.assert_same_bits("dp", torch_route.numpy(student.grad), right.dp)
+
+
+def test_clause_11_torch_copies_inference_tensors_for_a_backward_only(torch_route: Route) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    copied: list[Any] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func.overloadpacket.__name__ == "clone":
+                copied.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    p, q = leaves(torch_route)
+    with torch.inference_mode():
+        teacher = q * 1.0
+    with Watch(), torch.no_grad(), torch_route.running():
+        torch_route.call(p, teacher)
+    with Watch(), torch_route.running():
+        torch_route.call(p.detach(), teacher)
+        torch_route.call(p, q)
+        assert copied == []
+        torch_route.call(p, teacher)
+    assert len(copied) == (0 if torch_route.is_kernel or p.is_cuda else 1)
 
 
 def test_clause_11_torch_retain_graph_twice(torch_route: Route) -> None:
@@ -119,6 +170,27 @@ def _definition(p: Any, q: Any, reduction: str) -> Any:
     return elementwise if reduction == "none" else elementwise.sum(-1)
 
 
+@pytest.mark.parametrize("reduction", ["batchmean", "per_token", "none"])
+def test_clause_11_torch_double_backward_beside_an_ignored_nan(
+    torch_route: Route, reduction: str
+) -> None:
+    """What an ignored row holds stays out of the derivative of the gradient, too."""
+    p, q = inputs.rows(TOKENS, VOCAB)
+    p[1], q[1, 5] = np.nan, np.inf
+    labels = torch_route.array(np.array([1, -100, 2], np.int32))
+    v = torch_route.array(inputs.rows(TOKENS, VOCAB, seed=5)[0])
+    results = []
+    for ignored_row in (p[1], np.zeros(VOCAB, np.float32)):
+        p[1] = ignored_row
+        x = torch_route.array(p).requires_grad_()
+        with torch_route.running():
+            loss = torch_route.call(x, torch_route.array(q), labels, reduction=reduction)
+            (first,) = torch.autograd.grad((loss**2).sum(), [x], create_graph=True)
+            results.append(torch.autograd.grad((first * v).sum(), [x])[0])
+        q[1] = 0
+    assert torch.equal(results[0], results[1]) and results[0].any()
+
+
 @pytest.mark.parametrize("reduction", ["batchmean", "mean", "sum", "per_token", "none"])
 def test_clause_11_torch_gradcheck_in_float64(reduction: str) -> None:
     from tvd_torch import tvd_loss
@@ -163,10 +235,12 @@ class TorchCall:
     def __init__(self, implementation: str, reduction: str) -> None:
         self.options = {"implementation": implementation, "reduction": reduction}
 
-    def __call__(self, p: Any, q: Any, labels: Any = None, weights: Any = None) -> Any:
+    def __call__(
+        self, p: Any, q: Any, labels: Any = None, weights: Any = None, normalizer: Any = None
+    ) -> Any:
         from tvd_torch import tvd_loss
 
-        return tvd_loss(p, q, labels, weights=weights, **self.options)
+        return tvd_loss(p, q, labels, weights=weights, normalizer=normalizer, **self.options)
 
 
 def test_clause_11_torch_compile_with_new_token_counts(torch_route: Route) -> None:
@@ -180,6 +254,92 @@ def test_clause_11_torch_compile_with_new_token_counts(torch_route: Route) -> No
             actual = torch.autograd.grad(compiled(p, q), [p, q])
             expected = torch.autograd.grad(call(p, q), [p, q])
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "per_token", "none"])
+@pytest.mark.parametrize("wrt", ["p", "q", "pq"])
+def test_clause_11_torch_double_backward_of_a_compiled_loss(
+    torch_route: Route, reduction: str, wrt: str
+) -> None:
+    p, q = inputs.rows(TOKENS, VOCAB)
+    labels, weights = np.array([1, -100, 2], np.int32), np.array([0.5, 1.0, 2.0], np.float32)
+    constants = torch_route.array(labels), torch_route.array(weights)
+    along = [torch_route.array(x) for x in inputs.rows(TOKENS, VOCAB, seed=5)]
+    call = TorchCall(torch_route.implementation, reduction)
+    torch._dynamo.reset()
+    results = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="eager")):
+        arrays = {"p": torch_route.array(p), "q": torch_route.array(q)}
+        wanted = [arrays[name].requires_grad_() for name in wrt]
+        with torch_route.running():
+            loss = function(arrays["p"], arrays["q"], *constants)
+            first = torch.autograd.grad((loss**2).sum(), wanted, create_graph=True)
+            scalar = sum((x * v).sum() for x, v in zip(first, along, strict=False))
+            results.append(torch.autograd.grad(scalar, wanted))
+    assert results[0][0].any()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-8)
+
+
+def test_clause_11_torch_double_backward_through_aot_is_refused(torch_route: Route) -> None:
+    """By PyTorch, and aloud."""
+    torch._dynamo.reset()
+    p, q = leaves(torch_route)
+    call = TorchCall(torch_route.implementation, "batchmean")
+    with torch_route.running():
+        loss = torch.compile(call, fullgraph=True, backend="aot_eager")(p, q)
+        (first,) = torch.autograd.grad(loss**2, [p], create_graph=True)
+        with pytest.raises(RuntimeError, match="does not currently support double backward"):
+            torch.autograd.grad(first.sum(), [p])
+
+
+@pytest.mark.parametrize("wrt", ["p", "q", "pq"])
+@pytest.mark.parametrize("reduction", ["batchmean", "per_token", "none"])
+def test_clause_11_torch_opcheck(torch_kernel_route: Route, reduction: str, wrt: str) -> None:
+    """No label is ignored: opcheck compares all outputs, and codes of ignored rows are not set."""
+    from tvd_torch import loss as operators
+
+    arrays = dict(zip("pq", inputs.rows(TOKENS, 40), strict=True))
+    tensors = {k: torch_kernel_route.array(v) for k, v in arrays.items()}
+    dtypes = [tensors[k].requires_grad_().dtype if k in wrt else None for k in "pq"]
+    labels = torch_kernel_route.array(np.array([1, 0, 2], np.int32))
+    weights = torch_kernel_route.array(np.array([0.5, 1.0, 2.0], np.float32))
+    arguments = (*tensors.values(), labels, weights, None, None, reduction, -100, True)
+    with torch_kernel_route.running():
+        torch.library.opcheck(operators._forward_op, arguments)
+        loss, codes, divisor = (x.detach() for x in operators._forward_op(*arguments))
+        upstream = torch.rand_like(loss).requires_grad_()
+        kept = (codes, upstream, divisor if reduction == "batchmean" else None, labels, weights)
+        torch.library.opcheck(
+            operators._backward_op, (*kept, [TOKENS, 40], *dtypes, reduction, -100)
+        )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "kind", [float, int, np.float32, np.float64, np.int64, np.array], ids=lambda kind: kind.__name__
+)
+def test_clause_11_torch_compile_with_a_number_for_the_normalizer(
+    torch_route: Route, backend: str, kind: Any
+) -> None:
+    """Dynamo holds NumPy's numbers as arrays. A new number has its own value, not the first's."""
+    call = TorchCall(torch_route.implementation, "batchmean")
+    torch._dynamo.reset()
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    p, q = (torch_route.array(x) for x in inputs.rows(TOKENS, 40))
+    for number in (3, 5, 7):
+        with torch_route.running():
+            actual = compiled(p, q, normalizer=kind(number))
+            torch.testing.assert_close(actual, call(p, q, normalizer=number), rtol=1e-6, atol=0)
+
+
+def test_clause_11_torch_compile_with_a_bad_normalizer(torch_route: Route) -> None:
+    call = TorchCall(torch_route.implementation, "batchmean")
+    p, q = (torch_route.array(x) for x in inputs.rows(TOKENS, 40))
+    for number in (1e-50, 10**400):
+        torch._dynamo.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="eager")
+        with pytest.raises(RuntimeError, match="normalizer must be positive"):
+            compiled(p, q, normalizer=number)
 
 
 def test_clause_11_torch_compiled_inference(torch_route: Route) -> None:

@@ -1,11 +1,13 @@
 """Contract clause 12: the named implementation is used, or the call says why not and what to do."""
 
+import concurrent.futures
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from parity_tests import child, inputs, routes
+from parity_tests import child, inputs, oracle, routes
 from parity_tests.routes import Route
 
 P, Q = inputs.rows(2, 70)
@@ -236,6 +238,46 @@ def test_clause_12_pallas_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(ValueError) as raised:
         tvd_jax.tvd_loss(route.array(P), route.array(Q), implementation="pallas")
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["interpret_mode", "assume_cuda"])
+def test_clause_12_jax_switches_are_per_thread(name: str) -> None:
+    """Two threads whose ``with`` blocks overlap: neither sees nor ends the other's."""
+    pytest.importorskip("jax")
+    from tvd_jax import compat
+
+    switch = getattr(compat, name)
+    is_on = {"interpret_mode": compat.interpreting, "assume_cuda": compat.assuming_cuda}[name]
+    entered, left = threading.Event(), threading.Event()
+    seen = []
+
+    def other() -> None:
+        seen.append(is_on())
+        with switch():
+            entered.set()
+            assert left.wait(60)
+            seen.append(is_on())
+        seen.append(is_on())
+
+    thread = threading.Thread(target=other)
+    with switch():
+        thread.start()
+        assert entered.wait(60)
+        with switch():
+            pass
+        assert is_on()
+    left.set()
+    thread.join(60)
+    assert seen == [False, True, False] and not is_on()
+
+
+def test_clause_12_jax_kernel_in_another_thread(jax_kernel_route: Route) -> None:
+    here = jax_kernel_route.run(P, Q)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        p, q = inputs.rows(2, 71)  # not yet compiled
+        pool.submit(oracle.check, jax_kernel_route, p, q).result(120)
+        there = pool.submit(jax_kernel_route.run, P, Q).result(120)
+    oracle.assert_same_bits("dp", there.dp, here.dp)
 
 
 def test_clause_12_no_silent_fallback_in_numbers(kernel_route: Route) -> None:

@@ -1,7 +1,9 @@
 """Pallas's race detector over the kernels, on the shapes that take each way through them.
 
-Triton's interpreter runs one program after another and cannot race; on a GPU the bits of
-test_clause_07_determinism.py are the evidence.
+It sees blocks that write or read the same element of an array. It does not see a missing barrier or
+fence between the threads and the copies of one block: with either of the kernels' own taken away it
+finds nothing. For those, and for Triton, whose interpreter runs one program after another, the
+bits of test_clause_07_determinism.py on a GPU are the evidence.
 """
 
 from typing import Any

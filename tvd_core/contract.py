@@ -4,10 +4,11 @@ Nothing here imports a framework. Tensors and arrays are looked at through ``sha
 only, so the checks work on PyTorch tensors, JAX arrays, tracers and fake tensors alike.
 """
 
-import math
 import numbers
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 REDUCTIONS = ("batchmean", "sum", "mean", "none", "per_token")
 # Reductions that divide by the kept tokens, and so may be given another divisor.
@@ -20,7 +21,12 @@ TILE = LANES * CODES_PER_BYTE
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+# Float32 without its subnormal numbers: XLA takes those for 0 on a CPU, 1e-30 / 1e-40 is inf there.
+FLOAT32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+# 0-d arrays and the numbers that are not `numbers.Real`, as ml_dtypes' bfloat16.
+_NUMPY_TYPES = (np.ndarray, np.generic)
 
 
 def dtype_name(array: Any) -> str:
@@ -81,7 +87,9 @@ def _check_normalizer(normalizer: Any, array_type: Any, reduction: str) -> None:
             f"normalizer applies to reduction {_one_of(NORMALIZED_REDUCTIONS)} only, "
             f"got reduction {reduction!r}"
         )
-    if isinstance(normalizer, array_type):
+    if not _is_number(normalizer):
+        if not isinstance(normalizer, (array_type, *_NUMPY_TYPES)):
+            raise TypeError(f"normalizer must be a number or a 0-d array, got {normalizer!r}")
         if tuple(normalizer.shape) != ():
             raise ValueError(
                 f"normalizer must be a number or a 0-d array, got shape {tuple(normalizer.shape)}"
@@ -91,10 +99,31 @@ def _check_normalizer(normalizer: Any, array_type: Any, reduction: str) -> None:
                 "normalizer must have a real dtype (float or integer), "
                 f"got {dtype_name(normalizer)}"
             )
-    elif isinstance(normalizer, bool) or not isinstance(normalizer, numbers.Real):
-        raise TypeError(f"normalizer must be a number or a 0-d array, got {normalizer!r}")
-    elif not 0 < float(normalizer) < math.inf:
-        raise ValueError(f"normalizer must be positive and finite, got {normalizer!r}")
+    if _is_on_host(normalizer) and not _in_float32_range(normalizer):
+        raise ValueError(
+            "normalizer must be positive and in float32's range (1.2e-38 to 3.4e38), "
+            f"got {normalizer!r}"
+        )
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _is_on_host(x: Any) -> bool:
+    """Whether the value can be read without waiting for a device."""
+    return _is_number(x) or isinstance(x, _NUMPY_TYPES)
+
+
+def _in_float32_range(number: Any) -> bool:
+    # NumPy would compare in the number's own dtype. float() is not asked: an int may be beyond it.
+    value = number.item() if isinstance(number, _NUMPY_TYPES) else number
+    return bool(FLOAT32_RANGE[0] <= value <= FLOAT32_RANGE[1])
+
+
+def as_number(normalizer: Any) -> Any:
+    """A checked number of any kind, or a 0-d NumPy array, as a float; anything else as it is."""
+    return float(normalizer) if _is_on_host(normalizer) else normalizer
 
 
 def check_inputs(
@@ -116,7 +145,8 @@ def check_inputs(
         q: shape of ``p``.
         labels: ``None`` or integers, the leading shape of ``p``.
         weights: ``None`` or floats, the leading shape of ``p``.
-        normalizer: ``None``, a positive number, or a 0-d array.
+        normalizer: ``None``, a positive number in float32's range (whatever the dtype of the
+            loss), or a 0-d array, whose value is looked at only if it is NumPy's.
         reduction: one of ``REDUCTIONS``.
         ignore_index: the label that marks an ignored token.
         array_type: what counts as a tensor or array in the calling framework.

@@ -58,10 +58,9 @@ def tvd_reference(
         per_token = np.where(kept == 0, 0.0, elementwise.sum(-1) * kept)
     if reduction == "per_token":
         return per_token
-    total = per_token.sum()
-    if total == 0:
-        return np.float64(0.0)
-    return total / _divisor(kept, p64.shape[-1], reduction, normalizer)
+    total, divisor = per_token.sum(), _divisor(kept, p64.shape[-1], reduction, normalizer)
+    # 0 / 0 counts as 0: with no token kept the loss is 0.
+    return np.float64(0.0) if total == divisor == 0 else total / divisor
 
 
 def tvd_reference_grad(

@@ -12,9 +12,10 @@ agreed with this order in 71 % of 16384 rows, and was no faster).
 import triton
 import triton.language as tl
 
+# As in tvd_core.contract and tvd_core.config, which a kernel cannot read.
 LANES = tl.constexpr(512)
 TILE = tl.constexpr(2048)  # 4 sub-tiles of LANES elements, whose codes share LANES bytes
-WINDOW_ALIGNMENT = tl.constexpr(64)  # elements; as in config
+WINDOW_ALIGNMENT = tl.constexpr(64)
 STEP = tl.constexpr(4096)  # tokens that a step of the sum over tokens takes
 
 
@@ -149,7 +150,8 @@ def _forward_tile(
         if KEEP_CODES:
             codes |= _code(d) << (2 * k)
         if ELEMENTWISE:
-            _store_elementwise(elementwise_base + position, d, weight, inside)
+            stored = inside & (position < readable) if MASKED and not ALIGNED else inside
+            _store_elementwise(elementwise_base + position, d, weight, stored)
     if MASKED and not ALIGNED:  # noqa: SIM102 (known when compiling)
         if (readable < end) & (readable >= start) & (readable < start + TILE):
             position = readable // LANES * LANES + lanes
@@ -204,8 +206,9 @@ def tvd_forward_kernel(
 ):
     """per_token[row] = weight * 0.5 * sum_v |p - q|, with the sign codes if they are kept.
 
-    Grid: (tokens,). An ignored row is not read, and its codes are not written. ALIGNED says that
-    vocab is a multiple of 16. STAGES windows are in flight, as asynchronous copies if more than 1.
+    Grid: (tokens,). An ignored row is not read, and its codes are not written, unless elementwise
+    values are wanted. ALIGNED says that vocab is a multiple of 16. STAGES windows are in flight, as
+    asynchronous copies if more than 1.
     """
     row = tl.program_id(0).to(tl.int64)
     weight = _row_weight(labels_ptr, weights_ptr, ignore_index, row, None, HAS_LABELS, HAS_WEIGHTS)
@@ -377,7 +380,8 @@ def tvd_reduce_kernel(
         denominator = tl.zeros([1], tl.float32) + tl.cast(divisor, tl.float32)
     denominator = denominator * tl.cast(divisor_factor, tl.float32)
     # 0 / 0 counts as 0: with no token kept the loss is 0.
-    loss = tl.where(value == 0.0, 0.0, tl.div_rn(value, denominator))
+    nothing = (value == 0.0) & (denominator == 0.0)
+    loss = tl.where(nothing, 0.0, tl.div_rn(value, denominator))
     tl.store(loss_ptr + one, loss)
     tl.store(divisor_ptr + one, denominator)
 

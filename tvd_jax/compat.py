@@ -1,6 +1,7 @@
 """What differs between JAX 0.10.2, 0.11.2 and 0.12, and the switches that tests need."""
 
 import contextlib
+import contextvars
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -16,8 +17,19 @@ _interpreter: Any = (
     if _OLD_INTERPRETER
     else plgpu
 )
-_interpreting = False
-_assume_cuda = False
+# Per thread, as JAX's own switch for the interpreter is: another thread may compile for a GPU
+# meanwhile. Both are read while a kernel is traced, which is in the caller's thread.
+_interpreting = contextvars.ContextVar("interpreting", default=False)
+_assume_cuda = contextvars.ContextVar("assume_cuda", default=False)
+
+
+@contextlib.contextmanager
+def _set(switch: contextvars.ContextVar[bool]) -> Iterator[None]:
+    before = switch.set(True)
+    try:
+        yield
+    finally:
+        switch.reset(before)
 
 
 @contextlib.contextmanager
@@ -26,22 +38,14 @@ def interpret_mode(*, detect_races: bool = False) -> Iterator[None]:
 
     What was compiled outside stays compiled: call ``jax.clear_caches()`` where that can matter.
     """
-    global _interpreting
-    options: dict[str, Any] = {"detect_races": detect_races}
-    if _OLD_INTERPRETER:
-        # JAX 0.10.2 raises on the out-of-bounds part of a zero-filling copy instead of filling it.
-        options |= {"out_of_bounds_reads": "uninitialized", "uninitialized_memory": "zero"}
-    before, _interpreting = _interpreting, True
-    try:
-        with _interpreter.force_gpu_interpret_mode(_interpreter.InterpretGPUParams(**options)):
-            yield
-    finally:
-        _interpreting = before
+    parameters = _interpreter.InterpretGPUParams(detect_races=detect_races)
+    with _set(_interpreting), _interpreter.force_gpu_interpret_mode(parameters):
+        yield
 
 
 def interpreting() -> bool:
     """Whether Pallas kernels traced now run in the interpreter."""
-    return _interpreting
+    return _interpreting.get()
 
 
 def races_found() -> bool:
@@ -61,17 +65,13 @@ def reset_interpreter() -> None:
 @contextlib.contextmanager
 def assume_cuda() -> Iterator[None]:
     """Lets kernels be traced and lowered for CUDA on a machine without a GPU."""
-    global _assume_cuda
-    before, _assume_cuda = _assume_cuda, True
-    try:
+    with _set(_assume_cuda):
         yield
-    finally:
-        _assume_cuda = before
 
 
 def assuming_cuda() -> bool:
     """Whether ``assume_cuda`` is in force."""
-    return _assume_cuda
+    return _assume_cuda.get()
 
 
 def gpu_compute_capability() -> tuple[int, int] | None:
@@ -86,7 +86,7 @@ def gpu_compute_capability() -> tuple[int, int] | None:
 
 def layout_cast(x: Any, layout: Any) -> Any:
     """``plgpu.layout_cast``; nothing in the interpreter, which lacks it in JAX 0.10.2."""
-    return x if _interpreting else plgpu.layout_cast(x, layout)
+    return x if interpreting() else plgpu.layout_cast(x, layout)
 
 
 def enable_x64() -> contextlib.AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from tvd_core.contract import (
     KERNEL_DTYPES,
+    as_number,
     check_implementation,
     check_inputs,
     constant_message,
@@ -160,8 +161,9 @@ def tvd_loss(
         weights: weight of each token, floats with the leading shape of ``p``; a constant. A
             weight of 0 ignores the token.
         normalizer: divisor of ``batchmean`` and ``mean`` in place of the kept weights' sum: a
-            positive number or a 0-d array; a constant. For gradient accumulation and data-parallel
-            training, where the count of all the batch's tokens divides.
+            positive number (Python's or NumPy's, in float32's range for every dtype of ``p``) or a
+            0-d array; a constant. For gradient accumulation and data-parallel training, where the
+            count of all the batch's tokens divides.
         implementation: ``"pallas"`` (Mosaic GPU, Hopper and newer), ``"triton"`` (the kernels of
             the PyTorch package through jax-triton, Ampere and newer), ``"xla"``, or ``None`` to
             pick by device. A named one is used or the call fails.
@@ -194,7 +196,7 @@ def tvd_loss(
     chosen = _choose_implementation(p, q, implementation)
     p, q = jnp.asarray(p), jnp.asarray(q)
     weights = _as_constant("weights", weights)
-    normalizer = _as_constant("normalizer", normalizer)
+    normalizer = _as_constant("normalizer", as_number(normalizer))
     dtype = xla.accumulation_dtype(p, q)
     row_weights = _kept_weights(labels, weights, int(ignore_index), dtype)
     tokens = p.size // p.shape[-1]
@@ -272,7 +274,7 @@ def _run_forward(
         kernels.forward, keep_codes=keep_codes, elementwise=elementwise, summed=summed
     )
     reduce = functools.partial(kernels.reduce, reduction=reduction, tokens=tokens, vocab=vocab)
-    if implementation == "triton":  # jax-triton has no batching rule
+    if not kernels.vmappable(p.shape, (p.dtype, q.dtype)):
         forward, reduce = _sequential_vmap(forward), _sequential_vmap(reduce)
     per_token, codes, values = forward(p, q, row_weights)
     if not summed:
@@ -358,10 +360,9 @@ def _kernel_gradient(
     implementation: str,
 ) -> list[jax.Array | None]:
     """The backward kernel under autodiff: linear in the upstream gradient."""
-    backward = functools.partial(
-        _kernels(implementation).backward, vocab=wanted.vocab, dtypes=(wanted.p, wanted.q)
-    )
-    if implementation == "triton":
+    kernels = _kernels(implementation)
+    backward = functools.partial(kernels.backward, vocab=wanted.vocab, dtypes=(wanted.p, wanted.q))
+    if not kernels.vmappable(upstream.shape, (jnp.float32,)):
         backward = _sequential_vmap(backward)
     return backward(codes, upstream.astype(jnp.float32), divisor, row_weights)
 
@@ -422,7 +423,7 @@ def forward_with_codes(
     if chosen == "xla":
         raise ValueError(f"implementation {chosen!r} keeps no codes")
     row_weights = _kept_weights(labels, weights, ignore_index, jnp.float32)
-    divisor = None if normalizer is None else jnp.asarray(normalizer, jnp.float32)
+    divisor = None if normalizer is None else jnp.asarray(as_number(normalizer), jnp.float32)
     loss, codes, _, per_token = _run_forward(p, q, row_weights, divisor, reduction, chosen, True)
     assert codes is not None
     return loss, per_token[: p.shape[0]], codes

@@ -12,6 +12,7 @@ tree.
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -29,13 +30,14 @@ from tvd_jax import compat
 
 WARPGROUP = 128
 REDUCE_TILE = 8 * LANES
-# Rows that are not 16-byte aligned are copied in windows that start less than this many elements
-# before them: whole multiples of the 16 bytes of a bulk copy.
+# Rows that are not 16-byte aligned are copied in windows that start at multiples of SHIFT elements.
+# The copies need a multiple of 16 bytes only, which COPY_UNIT elements of 2 or 4 bytes are: that is
+# how close they come to the end of the array.
 SHIFT = config.WINDOW_ALIGNMENT
-# Elements of 2 or 4 bytes that are a multiple of the 16 bytes of a bulk copy.
 COPY_UNIT = 16
 # Flat indices are 32 bits wide, so a longer flat array is cut into blocks of this many rows, whose
-# starts are aligned whatever the vocabulary.
+# starts are aligned whatever the vocabulary. The copies of a block's last row may reach beyond the
+# block: into the next one, which follows in memory.
 ROWS_OF_FLAT_BLOCK = SHIFT
 
 
@@ -55,7 +57,8 @@ def _divide(a: Any, b: Any) -> Any:
     XLA has LLVM divide float32 to within 2 units in the last place (``div.full.f32``), for Mosaic
     too, and then every few calls differ in a bit from Triton's ``div_rn``. ``a * (1 / b)`` in
     float64 is closer to the quotient than a quotient of float32 can come to the middle between two
-    others. LLVM would turn a plain ``a / b`` back into a division of float32.
+    others. (Below the normal numbers a quotient can lie in the middle, and then goes either way.)
+    LLVM would turn a plain ``a / b`` back into a division of float32.
     """
     with compat.enable_x64():
         a, b = (lax.convert_element_type(x, jnp.float64) for x in (a, b))
@@ -199,7 +202,7 @@ class _Tiling:
         """Elements to copy for a whole tile, and for the last one, whatever the shift."""
         if self.aligned:
             return TILE, self.tail
-        return TILE + SHIFT, -(-self.tail // SHIFT) * SHIFT + SHIFT
+        return TILE + SHIFT, -(-(self.tail + SHIFT - 1) // SHIFT) * SHIFT
 
     @functools.cached_property
     def overhanging(self) -> list[tuple[int, int, int]]:
@@ -503,6 +506,16 @@ def _call(
     return compat.vary_like(outputs, *inputs)
 
 
+def vmappable(shape: tuple[int, ...], dtypes: Sequence[Any]) -> bool:
+    """Whether JAX may batch the kernels on inputs ``[tokens, vocab]``, or else calls them in turn.
+
+    In a batch of flat arrays each has to start at a multiple of 16 bytes, or no copy can read it.
+    Anything but two axes (upstream gradients) is not copied.
+    """
+    size = math.prod(shape) if len(shape) == 2 else 0
+    return all(size * np.dtype(dtype).itemsize % 16 == 0 for dtype in dtypes)
+
+
 def _sign_codes(d: Any) -> Any:
     one, two, three, zero = (jnp.uint32(c) for c in (1, 2, 3, 0))
     return jnp.where(d > 0, one, jnp.where(d < 0, two, jnp.where(d == 0, zero, three)))
@@ -718,7 +731,8 @@ def reduce(
                 acc = acc + part
             return acc
 
-        steps = x_gmem.shape[0] // REDUCE_TILE
+        steps, rest = divmod(x_gmem.shape[0], REDUCE_TILE)
+        assert rest == 0, "filled up by the forward"
         zero = _vector(_splat(jnp.float32(0)))
         return _sum_lanes(lax.fori_loop(_i32(0), _i32(steps), step, zero))
 
@@ -727,7 +741,8 @@ def reduce(
         divisor = lane_sum(divisor_gmem) if counted else divisor_gmem[0]
         divisor = divisor * jnp.float32(factor)
         # 0 / 0 counts as 0: with no token kept the loss is 0.
-        loss_gmem[0] = jnp.where(total == 0, jnp.float32(0), _divide(total, divisor))
+        nothing = (total == 0) & (divisor == 0)
+        loss_gmem[0] = jnp.where(nothing, jnp.float32(0), _divide(total, divisor))
         out_gmem[0] = divisor
 
     one = jax.ShapeDtypeStruct((1,), jnp.float32)

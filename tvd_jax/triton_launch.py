@@ -38,6 +38,11 @@ def _jax_triton() -> Any:
     return jax_triton
 
 
+def vmappable(shape: tuple[int, ...], dtypes: Sequence[Any]) -> bool:
+    """See :func:`tvd_jax.pallas_kernels.vmappable`."""
+    return False  # jax-triton has no batching rule
+
+
 def _call(kernel: Any, *args: Any, outputs: Sequence[Any], grid: int, **options: Any) -> Any:
     # As for Pallas: XLA may hand over the unaligned pointer of a slice that it fused into the call,
     # and jax-triton compiles for 16-byte alignment.
@@ -59,7 +64,7 @@ def forward(
     elementwise: bool,
     summed: bool,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """See :func:`tvd_jax.pallas_kernels.forward`."""
+    """See :func:`tvd_jax.pallas_kernels.forward`; ``summed`` makes no difference here."""
     from tvd_core.triton_kernels import tvd_forward_kernel
 
     tokens, vocab = p.shape

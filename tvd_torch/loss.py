@@ -1,13 +1,16 @@
 """Total variation distance loss for PyTorch: the public function, its module and its autograd."""
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tvd_core.contract import (
     KERNEL_DTYPES,
     LANES,
+    as_number,
     check_ignore_index,
     check_implementation,
     check_inputs,
@@ -82,8 +85,9 @@ def tvd_loss(
         weights: weight of each token, floats with the leading shape of ``p``; a constant. A
             weight of 0 ignores the token.
         normalizer: divisor of ``batchmean`` and ``mean`` in place of the kept weights' sum: a
-            positive number or a 0-d tensor on the device; a constant. For gradient accumulation
-            and data-parallel training, where the count of all the batch's tokens divides.
+            positive number (Python's or NumPy's, in float32's range for every dtype of ``p``) or a
+            0-d tensor on the device; a constant. For gradient accumulation and data-parallel
+            training, where the count of all the batch's tokens divides.
         implementation: ``"triton"`` (CUDA GPUs), ``"eager"``, or ``None`` to pick by device. A
             named one is used or the call fails.
 
@@ -95,12 +99,14 @@ def tvd_loss(
 
     Raises:
         ValueError: a shape, device, reduction, normalizer or implementation does not fit.
-        TypeError: something is not a tensor, or has the wrong dtype.
+        TypeError: something is not a dense tensor, or has the wrong dtype.
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
     ACL 2023; Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
     ICML 2023 (acceptance rate).
     """
+    _check_dense(p=p, q=q, labels=labels, weights=weights, normalizer=normalizer)
+    normalizer = _traceable(normalizer, p)
     check_inputs(
         p,
         q,
@@ -115,21 +121,44 @@ def tvd_loss(
     for name, constant in (("weights", weights), ("normalizer", normalizer)):
         if isinstance(constant, Tensor) and constant.requires_grad:
             raise ValueError(constant_message(name))
-    ignore_index = int(ignore_index)
-    if normalizer is not None and not isinstance(normalizer, (Tensor, int, float)):
-        normalizer = float(normalizer)  # type: ignore[unreachable]  # a NumPy number
+    ignore_index, normalizer = int(ignore_index), as_number(normalizer)
     if labels is not None and labels.dtype == torch.uint64 and ignore_index < 0:
         labels = None  # no label matches; as int64 the largest would
     chosen = _choose_implementation(p, q, implementation)
+    # Asked here, because ctx.needs_input_grad says yes under no_grad too.
+    want_gradient = torch.is_grad_enabled() and (p.requires_grad or q.requires_grad)
+    if want_gradient:
+        labels, weights = _saveable(labels, weights)
     if chosen == "eager":
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
-    if torch.compiler.is_compiling():
-        return _compiled_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
-    # Asked here, because ctx.needs_input_grad says yes under no_grad too.
-    keep_codes = torch.is_grad_enabled() and (p.requires_grad or q.requires_grad)
-    arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, keep_codes)
-    loss: Tensor = _TritonLoss.apply(*arguments)
+    run = _compiled_loss if torch.compiler.is_compiling() else _TritonLoss.apply
+    arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, want_gradient)
+    loss: Tensor = run(*arguments)
     return loss
+
+
+def _saveable(*constants: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Labels and weights as tensors that PyTorch saves for a backward."""
+    return tuple(None if x is None else eager.saveable(x) for x in constants)
+
+
+def _check_dense(**arguments: Any) -> None:
+    """Raises ``TypeError`` for a tensor whose memory is not an array of its elements.
+
+    Only PyTorch has such tensors, and a nested one has no shape for ``check_inputs`` to look at.
+    """
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and (x.layout != torch.strided or x.is_nested):
+            kind = "a nested tensor" if x.is_nested else str(x.layout)
+            raise TypeError(f"{name} must be a dense tensor, got {kind}")
+
+
+def _traceable(normalizer: Any, p: Any) -> Any:
+    """A NumPy number as a tensor while Dynamo traces, which does not know its value."""
+    numpy_number = isinstance(normalizer, (np.ndarray, np.generic))
+    if numpy_number and torch.compiler.is_compiling() and isinstance(p, Tensor):
+        return torch.as_tensor(normalizer, device=p.device)
+    return normalizer
 
 
 class TVDLoss(torch.nn.Module):
@@ -268,86 +297,37 @@ class _TritonLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        codes, divisor, labels, weights = ctx.saved_tensors
-        p_dtype, q_dtype = (
-            dtype if wanted else None
-            for dtype, wanted in zip(ctx.dtypes, ctx.needs_input_grad[:2], strict=True)
-        )
-        arguments = (codes, upstream, divisor, labels, weights, ctx.shape, p_dtype, q_dtype)
         # Only create_graph=True needs the gradient to be differentiable in its turn.
-        run = _TritonGradient.apply if torch.is_grad_enabled() else triton_launch.backward
-        dp, dq = run(*arguments, ctx.reduction, ctx.ignore_index)
-        return dp, dq, *(None,) * 6
+        run = _backward_op if torch.is_grad_enabled() else triton_launch.backward
+        return *_gradients(ctx, run, upstream), *(None,) * 6
 
 
-class _TritonGradient(torch.autograd.Function):
-    """The backward kernel under autograd: linear in the upstream gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, codes: Tensor, upstream: Tensor, *rest: Any) -> Any:
-        ctx.save_for_backward(codes, upstream, *rest[:3])
-        ctx.rest = rest[3:]
-        return triton_launch.backward(codes, upstream, *rest)
-
-    @staticmethod
-    def backward(ctx: Any, dp_upstream: Tensor | None, dq_upstream: Tensor | None) -> Any:
-        codes, upstream, divisor, labels, weights = ctx.saved_tensors
-        shape, _, _, reduction, ignore_index = ctx.rest
-        gradient = _upstream_gradient(
-            codes,
-            upstream,
-            divisor,
-            labels,
-            weights,
-            shape,
-            reduction,
-            ignore_index,
-            dp_upstream,
-            dq_upstream,
-        )
-        return None, gradient, *(None,) * 8
-
-
-def _upstream_gradient(
-    codes: Tensor,
-    upstream: Tensor,
-    divisor: Tensor | None,
-    labels: Tensor | None,
-    weights: Tensor | None,
-    shape: tuple[int, ...],
-    reduction: str,
-    ignore_index: int,
-    dp_upstream: Tensor | None,
-    dq_upstream: Tensor | None,
-) -> Tensor:
-    """Gradient with respect to the upstream gradient: the derivative of dp, dq along their own."""
-    unit, _ = triton_launch.backward(
+def _gradients(
+    ctx: Any, run: Callable[..., Any], upstream: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of p and q, each if it is asked for; ``run`` is the kernel or its operator."""
+    codes, divisor, labels, weights = ctx.saved_tensors
+    wanted = ctx.needs_input_grad[:2]
+    p_dtype, q_dtype = (d if w else None for d, w in zip(ctx.dtypes, wanted, strict=True))
+    dp, dq = run(
         codes,
-        torch.ones_like(upstream),
+        upstream,
         divisor,
         labels,
         weights,
-        shape,
-        torch.float32,
-        None,
-        reduction,
-        ignore_index,
+        list(ctx.shape),
+        p_dtype,
+        q_dtype,
+        ctx.reduction,
+        ctx.ignore_index,
     )
-    assert unit is not None
-    along = torch.zeros_like(unit)
-    if dp_upstream is not None:
-        along = along + dp_upstream
-    if dq_upstream is not None:
-        along = along - dq_upstream
-    product = unit * along
-    if reduction == "none":
-        return product
-    return product.sum(-1) if reduction == "per_token" else product.sum()
+    return dp if wanted[0] else None, dq if wanted[1] else None
 
 
 # Under torch.compile the kernels are opaque operators, so that Dynamo traces through without a
-# graph break. Eager calls do not take this road: an operator with registered autograd costs 47-55
-# us of host time a call, a plain autograd.Function 10.
+# graph break. Eager calls take this road for a gradient that is differentiated again, and for
+# nothing else: an operator with registered autograd costs 47-55 us of host time a call, a plain
+# autograd.Function 10.
 
 
 @torch.library.custom_op("tvd_torch::forward", mutates_args=())
@@ -403,7 +383,7 @@ def _(
 def _backward_op(
     codes: Tensor,
     upstream: Tensor,
-    divisor: Tensor,
+    divisor: Tensor | None,
     labels: Tensor | None,
     weights: Tensor | None,
     shape: list[int],
@@ -412,11 +392,10 @@ def _backward_op(
     reduction: str,
     ignore_index: int,
 ) -> tuple[Tensor, Tensor]:
-    reduced = reduction not in ("none", "per_token")
     dp, dq = triton_launch.backward(
         codes,
         upstream,
-        divisor if reduced else None,
+        divisor,
         labels,
         weights,
         tuple(shape),
@@ -433,7 +412,7 @@ def _backward_op(
 def _(
     codes: Tensor,
     upstream: Tensor,
-    divisor: Tensor,
+    divisor: Tensor | None,
     labels: Tensor | None,
     weights: Tensor | None,
     shape: list[int],
@@ -450,33 +429,43 @@ def _(
     return gradient(p_dtype), gradient(q_dtype)
 
 
-def _save_for_op_backward(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     p, q, labels, weights, _, _, ctx.reduction, ctx.ignore_index, _ = inputs
     _, codes, divisor = output
-    ctx.save_for_backward(codes, divisor, labels, weights)
+    reduced = ctx.reduction not in ("none", "per_token")
+    ctx.save_for_backward(codes, divisor if reduced else None, *_saveable(labels, weights))
     ctx.shape, ctx.dtypes = p.shape, (p.dtype, q.dtype)
 
 
-def _op_backward(ctx: Any, upstream: Tensor, _codes: Any, _divisor: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, upstream: Tensor, _codes: Any, _divisor: Any) -> tuple[Any, ...]:
+    return *_gradients(ctx, _backward_op, upstream), *(None,) * 7
+
+
+def _save_for_double_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    codes, upstream, divisor, labels, weights, *ctx.rest = inputs
+    ctx.save_for_backward(codes, divisor, labels, weights)
+    ctx.upstream_shape = upstream.shape
+
+
+def _double_backward(ctx: Any, *along: Tensor) -> tuple[Any, ...]:
+    """The derivative of dp and dq with respect to the upstream gradient, which they scale with."""
     codes, divisor, labels, weights = ctx.saved_tensors
-    wanted = ctx.needs_input_grad[:2]
-    p_dtype, q_dtype = (d if w else None for d, w in zip(ctx.dtypes, wanted, strict=True))
-    dp, dq = _backward_op(
-        codes,
-        upstream,
-        divisor,
-        labels,
-        weights,
-        list(ctx.shape),
-        p_dtype,
-        q_dtype,
-        ctx.reduction,
-        ctx.ignore_index,
+    shape, p_dtype, q_dtype, reduction, ignore_index = ctx.rest
+    ones = torch.ones(ctx.upstream_shape, dtype=torch.float32, device=codes.device)
+    constants = (divisor, labels, weights, shape, torch.float32, None, reduction, ignore_index)
+    unit, _ = _backward_op(codes, ones, *constants)
+    dp_along, dq_along = (
+        0.0 if dtype is None else x.to(torch.float32)
+        for dtype, x in zip((p_dtype, q_dtype), along, strict=True)
     )
-    return dp if wanted[0] else None, dq if wanted[1] else None, *(None,) * 7
+    product = unit * (dp_along - dq_along)
+    if reduction != "none":
+        product = product.sum(-1) if reduction == "per_token" else product.sum()
+    return None, product, *(None,) * 8
 
 
-_forward_op.register_autograd(_op_backward, setup_context=_save_for_op_backward)
+_forward_op.register_autograd(_backward, setup_context=_save_for_backward)
+_backward_op.register_autograd(_double_backward, setup_context=_save_for_double_backward)
 
 
 def _compiled_loss(
@@ -487,6 +476,7 @@ def _compiled_loss(
     normalizer: Tensor | float | None,
     reduction: str,
     ignore_index: int,
+    keep_codes: bool,
 ) -> Tensor:
     is_tensor = isinstance(normalizer, Tensor)
     loss, _, _ = _forward_op(
@@ -495,10 +485,10 @@ def _compiled_loss(
         labels,
         weights,
         normalizer if is_tensor else None,
-        None if is_tensor or normalizer is None else float(normalizer),
+        None if is_tensor else normalizer,
         reduction,
         ignore_index,
-        torch.is_grad_enabled() and (p.requires_grad or q.requires_grad),
+        keep_codes,
     )
     return loss
 
@@ -528,7 +518,7 @@ def forward_with_codes(
     if chosen != "triton":
         raise ValueError(f"implementation {chosen!r} keeps no codes")
     loss, codes, _, per_token = triton_launch.forward(
-        p, q, labels, weights, normalizer, reduction, ignore_index, True
+        p, q, labels, weights, as_number(normalizer), reduction, ignore_index, True
     )
     assert codes is not None
     return loss, per_token, codes

@@ -72,6 +72,14 @@ def _on_device_of(p: Tensor) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
+def _plain(x: Tensor) -> Tensor:
+    """Memory that holds the values in order: no strides, and no sign that PyTorch adds later.
+
+    A view such as ``z.conj().imag`` has the negative bit, which a kernel would not see.
+    """
+    return x.contiguous().resolve_neg()
+
+
 def forward(
     p: Tensor,
     q: Tensor,
@@ -90,15 +98,15 @@ def forward(
     """
     vocab = p.shape[-1]
     tokens = p.numel() // vocab
-    p, q = p.contiguous(), q.contiguous()
+    p, q = _plain(p), _plain(q)
     per_token = torch.empty(p.shape[:-1], dtype=torch.float32, device=p.device)
     codes = None
     if keep_codes:
         shape = (tokens, code_tiles(vocab) * LANES)
         codes = torch.empty(shape, dtype=torch.uint8, device=p.device)
     elementwise = torch.empty_like(p, dtype=torch.float32) if reduction == "none" else None
-    labels_arg = p if labels is None else labels.contiguous()
-    weights_arg = p if weights is None else weights.contiguous()
+    labels_arg = p if labels is None else _plain(labels)
+    weights_arg = p if weights is None else _plain(weights)
     row_flags = {"HAS_LABELS": labels is not None, "HAS_WEIGHTS": weights is not None}
 
     kernels = _kernels()
@@ -135,7 +143,7 @@ def forward(
             per_token,
             labels_arg,
             weights_arg,
-            normalizer if isinstance(normalizer, Tensor) else per_token,
+            _plain(normalizer) if isinstance(normalizer, Tensor) else per_token,
             ignore_index,
             tokens,
             float(number) if normalized else 1.0,
@@ -165,7 +173,7 @@ def backward(
     """Runs the backward kernel: the gradients of p and q, each in its dtype if that is given."""
     vocab = shape[-1]
     tokens = codes.shape[0]
-    upstream = upstream.to(torch.float32).contiguous()
+    upstream = _plain(upstream.to(torch.float32))
 
     def gradient(dtype: torch.dtype | None) -> Tensor | None:
         return None if dtype is None else torch.empty(shape, dtype=dtype, device=codes.device)
@@ -178,8 +186,8 @@ def backward(
             codes,
             upstream,
             upstream if divisor is None else divisor,
-            codes if labels is None else labels.contiguous(),
-            codes if weights is None else weights.contiguous(),
+            codes if labels is None else _plain(labels),
+            codes if weights is None else _plain(weights),
             ignore_index,
             vocab,
             codes if dp is None else dp,
