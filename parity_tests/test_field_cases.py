@@ -237,7 +237,7 @@ def test_field_case_21_create_graph(torch_route: Route) -> None:
 def test_field_case_22_last_of_more_than_2_to_the_31_elements(kernel_route: Route) -> None:
     from parity_tests.test_clause_09_range import test_clause_09_last_row_beyond_int32_offsets
 
-    test_clause_09_last_row_beyond_int32_offsets(kernel_route, 16385, "bfloat16")
+    test_clause_09_last_row_beyond_int32_offsets(kernel_route, 16385, 131072, "bfloat16")
 
 
 @pytest.mark.parametrize("normalizer", [4, np.array(4.0, F32)], ids=["number", "array"])

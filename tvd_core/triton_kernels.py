@@ -74,12 +74,20 @@ def _shift(row, vocab, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _known_multiple(vocab, ALIGNED: tl.constexpr):
+    """The vocab itself, as a product that the compiler can see to be a multiple of 16.
+
+    PyTorch's launcher tells it, jax-triton does not, and the loads and stores that end at vocab
+    would be of single elements: the backward took 89 us at 16384 x 4096, not 73.
+    """
+    return vocab // 16 * 16 if ALIGNED else vocab
+
+
+@triton.jit
 def _base(row, vocab, ALIGNED: tl.constexpr):
     """First element of a row's windows."""
-    # A product, so that the compiler sees the alignment; jax-triton does not tell it that vocab is
-    # a multiple of 16.
     if ALIGNED:
-        return row * vocab // 16 * 16
+        return row * vocab
     return row * vocab // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
 
 
@@ -211,6 +219,7 @@ def tvd_forward_kernel(
     asynchronous copies if more than 1.
     """
     row = tl.program_id(0).to(tl.int64)
+    vocab = _known_multiple(vocab, ALIGNED)
     weight = _row_weight(labels_ptr, weights_ptr, ignore_index, row, None, HAS_LABELS, HAS_WEIGHTS)
     kept = weight != 0.0
     shift = _shift(row, vocab, ALIGNED)
@@ -418,6 +427,7 @@ def tvd_backward_kernel(
     memory. windows = ceil((vocab + (0 if ALIGNED else WINDOW_ALIGNMENT - 1)) / TILE).
     UPSTREAM: 0 one number, 1 one per token, 2 one per element.
     """
+    vocab = _known_multiple(vocab, ALIGNED)
     windows = tl.cdiv(vocab + (0 if ALIGNED else WINDOW_ALIGNMENT - 1), TILE)
     row = (tl.program_id(0) // windows).to(tl.int64)
     start = tl.program_id(0) % windows * TILE
