@@ -68,11 +68,10 @@ def gradient_float32(
 ) -> np.ndarray:
     """dp before its rounding to the dtype of p: the sign of p - q times the float32 scale.
 
-    A tie gives +0 on either side: the kernels select 0 there, they do not multiply.
+    A 0 is +0 here; which of the two it is, is not promised.
     """
     with np.errstate(invalid="ignore"):
         difference = p.astype(np.float32) - q.astype(np.float32)
-    row_scale = np.broadcast_to(np.asarray(scale, np.float32)[..., None], difference.shape)
-    signed = np.select([difference > 0, difference < 0, difference == 0], [1, -1, 0], np.nan)
-    gradient = np.where(signed == 0, np.float32(0), signed.astype(np.float32) * row_scale)
-    return np.where(kept[..., None] == 0, np.float32(0), gradient)
+        signed = np.select([difference > 0, difference < 0, difference == 0], [1, -1, 0], np.nan)
+        gradient = signed.astype(np.float32) * np.asarray(scale, np.float32)[..., None]
+    return np.where(kept[..., None] == 0, np.float32(0), gradient + np.float32(0))

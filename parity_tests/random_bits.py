@@ -1,0 +1,202 @@
+"""Random cases, bit for bit: every kernel route against the NumPy model of the contract's order.
+
+``python -m parity_tests.random_bits --configurations 60 --seeds 9 --processes 12 -o FILE.json``
+runs 540 cases in that many processes and writes a summary. Per-token values, the reduced loss, the
+sign codes and both gradients are compared; which NaN a NaN is and the sign of a gradient that is 0
+are not promised and do not count.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity_tests import inputs, routes
+from parity_tests.oracle import bits, divisor_float32, gradient_float32
+from parity_tests.routes import Route
+from tvd_core.reference import pack_codes, per_token_float32, reduce_float32, unpack_codes
+
+# Real vocabularies, and the edges of lanes, tiles and windows.
+VOCABS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 511, 512, 513, 1271, 2035, 2047, 2048, 2049, 4095)
+VOCABS += (4096, 4160, 6145, 8192, 32000, 32768, 50257, 128256, 151936)
+TOKENS = (1, 2, 3, 17, 64, 127, 128, 129, 511, 513, 4096, 4097)
+REDUCTIONS = ("batchmean", "mean", "sum", "per_token")
+CONTENTS = ("peaked", "uniform", "close", "special", "denormal", "sparse")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a compilation depends on."""
+
+    tokens: int
+    vocab: int
+    dtypes: tuple[str, str]
+    reduction: str
+    labels: bool
+    weights: bool
+
+
+def configuration(number: int, most: int = 2**23) -> Configuration:
+    """The configuration of that number, of at most so many elements."""
+    rng = np.random.default_rng([2026, number])
+    vocab = int(rng.choice(VOCABS) if rng.random() < 0.8 else rng.integers(1, 60000))
+    vocab = vocab if vocab <= most else int(rng.integers(1, most + 1))
+    tokens = [t for t in TOKENS if t * vocab <= most]
+    return Configuration(
+        tokens=int(rng.choice(tokens)),
+        vocab=vocab,
+        dtypes=inputs.DTYPE_PAIRS[rng.integers(len(inputs.DTYPE_PAIRS))],
+        reduction=str(rng.choice(REDUCTIONS)),
+        labels=bool(rng.random() < 0.5),
+        weights=bool(rng.random() < 0.5),
+    )
+
+
+def _content(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+    """p and q in float64, before they are rounded to their dtypes."""
+    if kind == "peaked":  # as a language model's rows: softmax of wide logits
+        logits = rng.standard_normal(shape) * rng.uniform(1, 12)
+        exponentials = (
+            np.exp(x - x.max(-1, keepdims=True)) for x in (logits, logits + rng.normal(size=shape))
+        )
+        p, q = (x / x.sum(-1, keepdims=True) for x in exponentials)
+        return p, q
+    p, q = rng.random(shape), rng.random(shape)
+    if kind == "close":
+        return p, np.where(rng.random(shape) < 0.5, p, p * (1 + 1e-6))
+    if kind == "special":
+        special = [np.nan, np.inf, -np.inf, 0.0, -0.0, 65504.0, 3e38]
+        p = np.where(rng.random(shape) < 0.05, rng.choice(special, shape), p)
+        return p, np.where(rng.random(shape) < 0.05, rng.choice(special, shape), q)
+    if kind == "denormal":
+        return p * 1e-40, q * 1e-40
+    if kind == "sparse":
+        return np.where(rng.random(shape) < 0.9, 0, p), np.where(rng.random(shape) < 0.9, 0, q)
+    return p, q
+
+
+def _same(name: str, actual: np.ndarray, expected: np.ndarray) -> int:
+    """Number of values whose bits differ."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), name
+    same = (bits(actual) == bits(expected)) | (np.isnan(actual) & np.isnan(expected))
+    if name in ("dp", "dq"):
+        same |= (actual == 0) & (expected == 0)
+    return int((~same).sum())
+
+
+def compare(route: Route, config: Configuration, seed: int) -> dict[str, tuple[int, int]]:
+    """Values compared and values that differ, by quantity."""
+    rng = np.random.default_rng([7, seed, config.tokens, config.vocab])
+    kind = CONTENTS[seed % len(CONTENTS)]
+    with np.errstate(all="ignore"):
+        made = _content(kind, rng, (config.tokens, config.vocab))
+        p, q = (inputs.cast(x, dtype) for x, dtype in zip(made, config.dtypes, strict=True))
+    options: dict[str, Any] = {"reduction": config.reduction}
+    kept = np.ones(config.tokens, np.float32)
+    if config.weights:
+        options["weights"] = kept = inputs.weights_for(config.tokens, seed=seed)
+    labels = inputs.labels_for(config.tokens, seed=seed) if config.labels else None
+    if labels is not None:
+        kept = np.where(labels == -100, np.float32(0), kept)
+    upstream = np.asarray(rng.normal(), np.float32)
+
+    with np.errstate(all="ignore"):
+        per_token = np.where(kept == 0, np.float32(0), per_token_float32(p, q) * kept)
+        divisor = divisor_float32(kept, config.vocab, config.reduction)
+        total = reduce_float32(per_token)
+        nothing = total == 0 and divisor == 0
+        loss = np.float32(0) if nothing else total / divisor
+        loss = per_token if config.reduction == "per_token" else np.asarray(loss, np.float32)
+        scale = upstream * np.float32(0.5)
+        scale = scale if config.reduction == "per_token" else scale / divisor
+        dp = gradient_float32(p, q, scale * kept, kept)
+        gradients = {"dp": dp.astype(p.dtype), "dq": (-dp).astype(q.dtype)}
+
+    forward = route.forward(p, q, labels, **options)
+    step = route.run(p, q, labels, upstream=upstream, **options)
+    rows = kept != 0  # the codes of ignored rows are not promised
+    codes, right = (unpack_codes(x, config.vocab)[rows] for x in (forward.codes, pack_codes(p, q)))
+    pairs = {
+        "per_token": (forward.per_token, per_token),
+        "loss": (forward.loss, loss),
+        "loss that keeps nothing": (route.loss(p, q, labels, **options), loss),
+        "codes": (codes, right),
+        "dp": (step.dp, gradients["dp"]),
+        "dq": (step.dq, gradients["dq"]),
+    }
+    return {name: (a.size, _same(name, a, b)) for name, (a, b) in pairs.items()}
+
+
+def run(config: Configuration, seeds: int) -> dict[str, dict[str, tuple[int, int]]]:
+    """All seeds of one configuration on every kernel route, added up."""
+    result: dict[str, dict[str, tuple[int, int]]] = {}
+    for route in routes.runnable(kernels=True):
+        added: collections.Counter = collections.Counter()
+        for seed in range(seeds):
+            for name, (compared, differ) in compare(route, config, seed).items():
+                added[name, "compared"] += compared
+                added[name, "differ"] += differ
+        names = dict.fromkeys(name for name, _ in added)
+        result[route.name] = {n: (added[n, "compared"], added[n, "differ"]) for n in names}
+    return result
+
+
+def _environment() -> dict[str, Any]:
+    from bench import results
+
+    return {k: v for k, v in results.environment("random bits").items() if k != "flush_bytes"}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(content, file, indent=1)
+    os.replace(file.name, path)
+
+
+def main() -> int:
+    """Runs the cases; 1 if any bit differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--configurations", type=int, default=60)
+    parser.add_argument("--seeds", type=int, default=9)
+    parser.add_argument("--elements", type=int, default=2**23, help="most elements of a case")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("-o", "--output", type=Path)
+    arguments = parser.parse_args()
+    configs = [configuration(i, arguments.elements) for i in range(arguments.configurations)]
+    totals: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    failed = []
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.processes, mp_context=spawn) as pool:
+        jobs = {pool.submit(run, config, arguments.seeds): config for config in configs}
+        for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+            differ = 0
+            for route, quantities in job.result().items():
+                for name, (compared, different) in quantities.items():
+                    totals[route][f"{name}: compared"] += compared
+                    totals[route][f"{name}: differ"] += different
+                    differ += different
+            if differ:
+                failed.append(asdict(jobs[job]) | {"differ": differ})
+            print(f"{done}/{len(configs)} {jobs[job]}: {differ or 'no'} bits differ", flush=True)
+    cases = arguments.configurations * arguments.seeds
+    print(f"{cases} cases, {len(failed)} configurations with a difference")
+    for route, counts in totals.items():
+        print(f"{route}: " + ", ".join(f"{k} {v}" for k, v in counts.items()))
+    if arguments.output:
+        summary = {"cases": cases, "routes": totals, "failed": failed}
+        _write(arguments.output, {"environment": _environment()} | summary)
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
