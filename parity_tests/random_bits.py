@@ -11,15 +11,14 @@ import collections
 import concurrent.futures
 import json
 import multiprocessing
-import os
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench import results
 from parity_tests import inputs, routes
 from parity_tests.oracle import bits, divisor_float32, gradient_float32
 from parity_tests.routes import Route
@@ -151,16 +150,7 @@ def run(config: Configuration, seeds: int) -> dict[str, dict[str, tuple[int, int
 
 
 def _environment() -> dict[str, Any]:
-    from bench import results
-
     return {k: v for k, v in results.environment("random bits").items() if k != "flush_bytes"}
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(content, file, indent=1)
-    os.replace(file.name, path)
 
 
 def main() -> int:
@@ -194,7 +184,8 @@ def main() -> int:
         print(f"{route}: " + ", ".join(f"{k} {v}" for k, v in counts.items()))
     if arguments.output:
         summary = {"cases": cases, "routes": totals, "failed": failed}
-        _write(arguments.output, {"environment": _environment()} | summary)
+        text = json.dumps({"environment": _environment()} | summary, indent=1)
+        results.write_atomically(arguments.output, text + "\n")
     return bool(failed)
 
 

@@ -572,3 +572,39 @@ def test_a_journal_reads_as_a_result(tmp_path: Path) -> None:
     result = results.read_result(journal)
     assert result["environment"] == {"commit": "a", "gpu": None, "sms": 132}
     assert result["rows"] == [{"phase": "forward"}]
+
+
+# --- tune -----------------------------------------------------------------------------------------
+
+
+def test_tune_times_every_combination(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    from bench import tune
+    from tvd_core import config
+
+    for name in ("PALLAS_STAGES", "triton_forward_stages"):
+        monkeypatch.setattr(config, name, getattr(config, name))  # put back afterwards
+    output = tmp_path / "tune.json"
+    settings = ["--set", "PALLAS_STAGES=2,3", "--set", "triton_forward_stages=1"]
+    shape = ["--shapes", "16x300", "--phases", "forward,total", "--repeats", "1"]
+    assert tune.main(["torch-eager", *settings, *shape, "-o", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(row["settings"]["PALLAS_STAGES"], row["phase"]) for row in rows] == [
+        (2, "forward"),
+        (2, "total"),
+        (3, "forward"),
+        (3, "total"),
+    ]
+    assert all(row["wall_us"] > 0 for row in rows)
+    assert config.PALLAS_STAGES == 3 and config.triton_forward_stages(4096, 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--set", "NOTHING=1"], "no 'NOTHING'"), (["--set", "PALLAS_STAGES=x"], "NAME=1,2")],
+)
+def test_tune_refuses_what_config_does_not_have(arguments, words, capsys):
+    from bench import tune
+
+    assert tune.main(["torch-eager", *arguments]) == 2
+    assert words in " ".join(capsys.readouterr().out.split())
