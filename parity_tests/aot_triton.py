@@ -25,7 +25,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tvd_core import triton_kernels
+from tvd_core import config, triton_kernels
 from tvd_torch import triton_launch
 
 KERNELS = ("tvd_forward_kernel", "tvd_reduce_kernel", "tvd_backward_kernel")
@@ -158,8 +158,7 @@ def _recording():
             setattr(triton_kernels, name, kernel)
 
 
-def _call_launchers(vocab, dtypes, has_labels, has_weights, reduction, normalizer):
-    tokens = 2
+def _call_launchers(tokens, vocab, dtypes, has_labels, has_weights, reduction, normalizer):
     p, q = (torch.zeros(tokens, vocab, dtype=dtype) for dtype in dtypes)
     labels = torch.zeros(tokens, dtype=torch.int64) if has_labels else None
     weights = torch.zeros(tokens) if has_weights else None
@@ -198,7 +197,11 @@ def all_launches(arch: int = 90) -> list[Launch]:
     with _recording() as noted:
         for vocab, dtypes, flags, reductions in cases:
             for has, (reduction, normalizer) in itertools.product(flags, reductions):
-                _call_launchers(vocab, dtypes, *has, reduction, normalizer)
+                _call_launchers(2, vocab, dtypes, *has, reduction, normalizer)
+        for dtypes in ((F32, F32), (BF16, BF16)):  # enough tokens for STREAM
+            _call_launchers(
+                config.TRITON_STREAM_TOKENS, 4096, dtypes, False, False, "batchmean", None
+            )
     return list(noted)
 
 

@@ -28,8 +28,11 @@ def arguments(route: Route, dtype: str = "float32") -> tuple[Any, Any, Any, dict
     return p, q, labels, options
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+class _Nothing:
     """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *_, **__: None
 
 
 # --- what is kept ---------------------------------------------------------------------------------
@@ -65,7 +68,7 @@ def test_clause_08_torch_without_gradient_writes_nothing_of_input_size(
 
     # The launcher allocates; kernels are left out, because the interpreter has arrays of its own.
     for name in ("tvd_forward_kernel", "tvd_reduce_kernel"):
-        monkeypatch.setattr(triton_kernels, name, {(TOKENS,): _nothing, (1,): _nothing})
+        monkeypatch.setattr(triton_kernels, name, _Nothing())
     allocated: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -309,6 +312,32 @@ def test_clause_08_triton_compiles_once_for_all_token_counts_and_ignore_indices(
     for tokens, ignore_index in ((1, -100), (16, 0), (33, 1), (4, 2**40)):
         step(tokens, ignore_index)
     assert before > 0 and compiled() == before
+
+
+@needs_cuda
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_clause_08_triton_at_any_alignment_after_any_other(
+    torch_kernel_route: Route, offset: int
+) -> None:
+    """A kernel that was compiled for 16-byte loads is not used for memory that has none."""
+    import torch
+
+    def at(x: np.ndarray, start: int) -> Any:
+        """The array, ``start`` elements after a multiple of 16 bytes."""
+        memory = torch.empty(x.size + start, device="cuda")
+        moved = memory[start:].view(x.shape)
+        return moved.copy_(torch_kernel_route.array(x)).requires_grad_()
+
+    rows = inputs.rows(TOKENS, 4096)
+    right: list[Any] = []
+    for start in (0, offset, 0):
+        p, q = (at(x, start) for x in rows)
+        assert p.data_ptr() % 16 == 4 * start % 16
+        loss = torch_kernel_route.call(p, q)
+        got = [loss, *torch.autograd.grad(loss, [p, q])]
+        right = right or got
+        for actual, expected in zip(got, right, strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_clause_08_jax_compiles_once_for_all_ignore_indices(jax_route: Route) -> None:

@@ -407,3 +407,19 @@ def test_clause_11_torch_forward_mode_is_refused_or_right(torch_route: Route) ->
         derivative = forward_ad.unpack_dual(loss).tangent
     assert derivative is not None
     torch.testing.assert_close(derivative, 0.5 * torch.sign(p - q).sum())
+
+
+def test_clause_11_torch_vmap_is_refused_or_right(torch_route: Route) -> None:
+    """Without gradients the kernels are called directly: not on what torch.func passes around."""
+    import torch
+
+    p, q = (torch_route.array(np.stack([x, x[::-1]])) for x in inputs.rows(2, 300))
+    try:
+        with torch_route.running():
+            mapped = torch.func.vmap(lambda p, q: torch_route.call(p, q))(p, q)
+    except (RuntimeError, NotImplementedError) as error:
+        assert "vmap" in str(error)
+        return
+    for i in range(2):
+        right = torch_route.call(p[i], q[i])
+        np.testing.assert_allclose(torch_route.numpy(mapped[i]), torch_route.numpy(right), 1e-6)

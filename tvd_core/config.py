@@ -3,7 +3,7 @@
 Measured on one H200 (132 SMs), 16384 tokens, CUPTI kernel time in us, unless said otherwise.
 """
 
-from tvd_core.contract import TILE, code_tiles
+from tvd_core.contract import LANES, TILE, code_tiles
 
 # Rows that do not all start at a multiple of 16 bytes are read in windows that start at a multiple
 # of so many elements before them. 16-byte loads need no more than 8, but with 16 (so at 32 or 64
@@ -13,8 +13,13 @@ WINDOW_ALIGNMENT = 64
 
 TRITON_REDUCE_WARPS = 4
 # One tile a program, programs in the order of memory: float32 73 at vocab 4096 and 573 at 32768,
-# against 78 and 650 with a row a program. 1, 2 and 4 warps: 574, 576, 581; at 50257 919, 947, 915.
-TRITON_BACKWARD_WARPS = 1
+# against 78 and 650 with a row a program. With the prefetch below, 2 and 4 warps: 527 and 530 at
+# 32768, 287 and 277 in bfloat16.
+TRITON_BACKWARD_WARPS = 4
+# Programs (of 512 bytes of codes each) whose codes are read into L2 at a time, in the backward. 0,
+# 4096, 8192, 16384: 74.0, 67.4, 64.9, 65.9 at vocab 4096, 599, 553, 530, 574 at 32768, in bfloat16
+# 302, 292, 277, 299. Few are asked for too late, many do not stay in L2 (50 MB).
+BACKWARD_PREFETCH = 8192
 
 
 # 512 lanes on 4 warps are a 16-byte float32 load a thread and sub-tile. With codes, at vocab 4096:
@@ -22,14 +27,32 @@ TRITON_BACKWARD_WARPS = 1
 TRITON_FORWARD_WARPS = 4
 
 
-def triton_forward_stages(vocab: int, *itemsizes: int) -> int:
+# Where the codes fit in L2 (50 MB) besides what passes through, p and q are read to leave it first:
+# the codes stay there for the backward, and are not written to memory among the reads.
+TRITON_STREAM_BYTES = 36 * 2**20
+TRITON_STREAM_TOKENS = 1024  # fewer rows are bound by the loads in flight
+
+
+def triton_forward_stream(tokens: int, vocab: int, keep_codes: bool) -> bool:
+    """Whether p and q are the first to leave L2. With codes 119.6, not 129.2, at vocab 4096.
+
+    At 8192 243.7, not 255.6; with 4096 rows of 32768, as many codes, 256.5 and 256.9.
+    """
+    codes_bytes = tokens * code_tiles(vocab) * LANES
+    return keep_codes and tokens >= TRITON_STREAM_TOKENS and codes_bytes <= TRITON_STREAM_BYTES
+
+
+def triton_forward_stages(tokens: int, vocab: int, keep_codes: bool, *itemsizes: int) -> int:
     """Windows that the forward has in flight as asynchronous copies; 1 for plain loads.
 
     float32 with 1, 4 and 6: 119.5, 118.8, 175.7 at vocab 4096, 944, 934, 931 at 32768, and with 256
     rows of 32768 22.4, 17.2, 17.6: few rows leave an SM short of loads in flight. At 1271, where no
     window is copied, the set-up alone makes 53 into 104. bfloat16, whose copies are 8 bytes a
-    thread, with 1 and 4: 479 and 493 at 32768, 727 and 756 at 50257.
+    thread, with 1 and 4: 479 and 493 at 32768, 727 and 756 at 50257. Asynchronous copies have no
+    say in what leaves L2 first.
     """
+    if triton_forward_stream(tokens, vocab, keep_codes):
+        return 1
     return 4 if vocab >= 2 * TILE and min(itemsizes) == 4 else 1
 
 

@@ -91,7 +91,10 @@ def forward(
         KEEP_CODES=keep_codes,
         ELEMENTWISE=elementwise,
         ALIGNED=vocab % 16 == 0,
-        STAGES=config.triton_forward_stages(vocab, p.dtype.itemsize, q.dtype.itemsize),
+        STAGES=config.triton_forward_stages(
+            tokens, vocab, keep_codes, p.dtype.itemsize, q.dtype.itemsize
+        ),
+        STREAM=config.triton_forward_stream(tokens, vocab, keep_codes),
     )
     return per_token, codes_out if keep_codes else None, values_out if elementwise else None
 
@@ -168,5 +171,6 @@ def backward(
         WANT_P=dtypes[0] is not None,
         WANT_Q=dtypes[1] is not None,
         ALIGNED=vocab % 16 == 0,
+        PREFETCH=config.BACKWARD_PREFETCH,
     )
     return [None if dtype is None else g for dtype, g in zip(dtypes, gradients, strict=True)]

@@ -65,6 +65,39 @@ def _kernels() -> Any:
     return triton_kernels
 
 
+# Compiled kernels, by what Triton compiles another one for.
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
+def _launch(
+    kernel: Any, programs: int, *arguments: Any, num_warps: int, **constants: bool | int
+) -> None:
+    """``kernel[programs](*arguments, **constants)``, without Triton's search for what to run.
+
+    Triton binds and looks at every argument before it finds the compiled kernel. These kernels
+    specialize on no number, so the dtypes tell which it is, if all memory is aligned.
+
+    Args:
+        constants: the constexprs, in the order of the kernel's parameters.
+    """
+    device = arguments[0].device
+    key, addresses = [kernel, device, num_warps, *constants.values()], 0
+    for x in arguments:
+        if isinstance(x, Tensor):
+            key.append(x.dtype)
+            addresses |= x.data_ptr()
+        else:
+            key.append(x >= 2**31)  # in 64 bits
+    compiled = None if addresses % 16 else _compiled.get(tuple(key))
+    if compiled is not None:
+        stream = torch._C._cuda_getCurrentRawStream(device.index)
+        compiled[programs, 1, 1](*arguments, *constants.values(), stream=stream)
+        return
+    compiled = kernel[programs,](*arguments, **constants, num_warps=num_warps)
+    if compiled is not None and addresses % 16 == 0:  # None in the interpreter
+        _compiled[tuple(key)] = compiled
+
+
 def _on_device_of(p: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensor's."""
     if p.is_cuda and p.device.index != torch.cuda.current_device():
@@ -112,7 +145,9 @@ def forward(
     kernels = _kernels()
     with _on_device_of(p):
         if tokens:
-            kernels.tvd_forward_kernel[(tokens,)](
+            _launch(
+                kernels.tvd_forward_kernel,
+                tokens,
                 p,
                 q,
                 labels_arg,
@@ -126,7 +161,10 @@ def forward(
                 KEEP_CODES=keep_codes,
                 ELEMENTWISE=elementwise is not None,
                 ALIGNED=vocab % 16 == 0,
-                STAGES=config.triton_forward_stages(vocab, p.itemsize, q.itemsize),
+                STAGES=config.triton_forward_stages(
+                    tokens, vocab, keep_codes, p.itemsize, q.itemsize
+                ),
+                STREAM=config.triton_forward_stream(tokens, vocab, keep_codes),
                 num_warps=config.TRITON_FORWARD_WARPS,
             )
         if reduction == "per_token":
@@ -139,7 +177,9 @@ def forward(
         number = normalizer if isinstance(normalizer, (int, float)) else tokens
         loss = torch.empty((), dtype=torch.float32, device=p.device)
         divisor = torch.empty((), dtype=torch.float32, device=p.device)
-        kernels.tvd_reduce_kernel[(1,)](
+        _launch(
+            kernels.tvd_reduce_kernel,
+            1,
             per_token,
             labels_arg,
             weights_arg,
@@ -182,7 +222,9 @@ def backward(
     if tokens == 0:
         return dp, dq
     with _on_device_of(codes):
-        _kernels().tvd_backward_kernel[(config.triton_backward_grid(tokens, vocab),)](
+        _launch(
+            _kernels().tvd_backward_kernel,
+            config.triton_backward_grid(tokens, vocab),
             codes,
             upstream,
             upstream if divisor is None else divisor,
@@ -199,6 +241,7 @@ def backward(
             WANT_P=dp is not None,
             WANT_Q=dq is not None,
             ALIGNED=vocab % 16 == 0,
+            PREFETCH=config.BACKWARD_PREFETCH,
             num_warps=config.TRITON_BACKWARD_WARPS,
         )
     return dp, dq

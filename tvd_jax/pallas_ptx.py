@@ -1,0 +1,138 @@
+"""What the backward does in PTX, because Pallas has no primitive for it.
+
+Byte permutations, stores and loads that say what is to leave L2 first, and prefetches. Pallas's
+interpreter knows no assembly: there the kernels take their other ways, which do the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from tvd_core.contract import LANES
+
+PREFETCHED = 32  # blocks whose codes one block prefetches: 16 KiB, 128 bytes a thread
+
+
+def _run(asm: str, refs: Sequence[Any], scalars: Sequence[Any]) -> None:
+    """Runs PTX in every thread; ``$0, $1, ...`` are the addresses of the refs, then the scalars."""
+    letters = ["l"] * len(refs)
+    letters += ["f" if jnp.issubdtype(x.dtype, jnp.floating) else "r" for x in scalars]
+
+    def inline(_: Any, *values: Any) -> None:
+        i64, void = ir.IntegerType.get_signless(64), ir.Type.parse("!llvm.void")
+        pointers = [llvm.ptrtoint(i64, mgpu_utils.memref_ptr(x)) for x in values[: len(refs)]]
+        numbers = [x.registers.item() for x in values[len(refs) :]]
+        llvm.inline_asm(void, [*pointers, *numbers], asm, ",".join(letters), has_side_effects=True)
+
+    types = (*[plgpu.RefType()] * len(refs), *[plgpu.Layout.WG_SPLAT] * len(scalars))
+    plgpu.inline_mgpu(arg_types=types)(inline)(*refs, *scalars)
+
+
+def prefetch(codes_gmem: Any, first: Any) -> None:
+    """Asks for the codes of the PREFETCHED blocks from ``first`` on, to stay in L2 until read."""
+    asm = f"""{{
+        .reg .b32 thread;
+        .reg .b64 address, offset;
+        mov.u32 thread, %tid.x;
+        mul.wide.u32 offset, $1, {LANES};
+        add.u64 address, $0, offset;
+        mul.wide.u32 offset, thread, 128;
+        add.u64 address, address, offset;
+        prefetch.global.L2::evict_last [address];
+    }}"""
+    _run(asm, [codes_gmem], [first])
+
+
+def store_signed(codes_gmem: Any, outputs: Sequence[Any], value: Any, keep: Any) -> None:
+    """Writes sign * value for a whole tile to each output, negated where its sign is -1.
+
+    The 4 gradients that a code can stand for are made once, and byte permutations look them up, 2
+    at a time: 1.5 instructions an element of 2 bytes and 3 of 4 bytes instead of 9.
+
+    Args:
+        codes_gmem: the tile's codes; a thread takes the 4 of each of 4 neighbouring lanes.
+        outputs: pairs of a tile in global memory, 16-byte aligned, and a sign.
+        value: float32.
+        keep: int32; 0 makes every code a tie, -1 leaves them.
+    """
+    value_at, keep_at = f"${len(outputs) + 1}", f"${len(outputs) + 2}"
+    lines = [
+        ".reg .b32 thread, words, selectors, x<4>, high<2>;",
+        ".reg .f32 zero, tie, nan;",
+        ".reg .b64 address, offset, first_out;",
+        "createpolicy.fractional.L2::evict_first.b64 first_out, 1.0;",
+        "mov.u32 thread, %tid.x;",
+        "mul.wide.u32 offset, thread, 4;",
+        "add.u64 address, $0, offset;",
+        "ld.global.L1::evict_first.L2::cache_hint.b32 words, [address], first_out;",
+        f"and.b32 words, words, {keep_at};",
+        "mov.f32 zero, 0f00000000;",
+        f"mul.rn.f32 tie, {value_at}, zero;",  # not finite: NaN
+        "mov.f32 nan, 0f7FC00000;",
+    ]
+    for i, (x_gmem, sign) in enumerate(outputs):
+        lines += _one_output(i, np.dtype(x_gmem.dtype), sign, value_at)
+    _run("{" + "\n".join(lines) + "}", [codes_gmem, *(x for x, _ in outputs)], [value, keep])
+
+
+def _one_output(i: int, dtype: np.dtype, sign: int, value_at: str) -> list[str]:
+    lines = [
+        f".reg .f32 tie{i}, plus{i}, minus{i};",
+        f".reg .b32 table{i}_<4>;",
+        f".reg .b64 out{i};",
+        f"neg.f32 minus{i}, {value_at};",
+        f"neg.f32 tie{i}, tie;",
+        f"mov.f32 plus{i}, {value_at};",
+    ]
+    tie, plus, minus = f"tie{i}", f"plus{i}", f"minus{i}"
+    tie, plus, minus = ("tie", plus, minus) if sign > 0 else (tie, minus, plus)
+    wide = dtype.itemsize == 4
+    if wide:
+        for half, selector in (("0", "0x5410"), ("2", "0x7632")):
+            lines += [
+                f"prmt.b32 table{i}_{half}, {tie}, {plus}, {selector};",
+                f"prmt.b32 table{i}_{int(half) + 1}, {minus}, nan, {selector};",
+            ]
+    else:
+        kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+        lines += [
+            f"cvt.rn.{kind}.f32 table{i}_0, {plus}, {tie};",
+            f"cvt.rn.{kind}.f32 table{i}_1, nan, {minus};",
+        ]
+    lines += [
+        f"mul.wide.u32 offset, thread, {4 * dtype.itemsize};",
+        f"add.u64 out{i}, ${i + 1}, offset;",
+    ]
+    for k in range(4):
+        # Code c stands for the bytes 2 c and 2 c + 1 of a table.
+        lines += [
+            f"shr.u32 selectors, words, {2 * k};",
+            "and.b32 selectors, selectors, 0x03030303;",
+            "mad.lo.u32 selectors, selectors, 0x22, 0x10101010;",
+            f"prmt.b32 x0, table{i}_0, table{i}_1, selectors;",
+        ]
+        if wide:
+            lines += [f"prmt.b32 high0, table{i}_2, table{i}_3, selectors;"]
+        lines += [
+            "shr.u32 selectors, selectors, 16;",
+            f"prmt.b32 x2, table{i}_0, table{i}_1, selectors;",
+        ]
+        if wide:
+            lines += [
+                f"prmt.b32 high1, table{i}_2, table{i}_3, selectors;",
+                "prmt.b32 x1, x0, high0, 0x7632;",
+                "prmt.b32 x0, x0, high0, 0x5410;",
+                "prmt.b32 x3, x2, high1, 0x7632;",
+                "prmt.b32 x2, x2, high1, 0x5410;",
+            ]
+        values = "v4.b32 [{}], {{x0, x1, x2, x3}}" if wide else "v2.b32 [{}], {{x0, x2}}"
+        at = f"out{i} + {k * LANES * dtype.itemsize}"
+        store = "st.global.L1::evict_first.L2::cache_hint." + values.format(at)
+        lines += [f"{store}, first_out;"]
+    return lines
