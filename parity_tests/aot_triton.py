@@ -199,9 +199,7 @@ def all_launches(arch: int = 90) -> list[Launch]:
             for has, (reduction, normalizer) in itertools.product(flags, reductions):
                 _call_launchers(2, vocab, dtypes, *has, reduction, normalizer)
         for dtypes in ((F32, F32), (BF16, BF16)):  # enough tokens for STREAM
-            _call_launchers(
-                config.TRITON_STREAM_TOKENS, 4096, dtypes, False, False, "batchmean", None
-            )
+            _call_launchers(config.STREAM_TOKENS, 4096, dtypes, False, False, "batchmean", None)
     return list(noted)
 
 

@@ -27,10 +27,12 @@ class Case:
     normalizer: bool = False
     grad: bool = True
     batch: int = 0  # of arrays of BATCHED_TOKENS tokens, through jax.vmap
+    tokens: int = TOKENS
 
     def __str__(self) -> str:
         options = [n for n in ("labels", "weights", "normalizer", "grad") if getattr(self, n)]
         options += [f"vmap{self.batch}"] if self.batch else []
+        options += [f"tokens{self.tokens}"] if self.tokens != TOKENS else []
         return "-".join([str(self.vocab), self.p_dtype, self.q_dtype, self.reduction, *options])
 
     @property
@@ -68,7 +70,7 @@ class Case:
         def array(shape, dtype, wanted=True):
             return jax.ShapeDtypeStruct(shape, dtype, **struct) if wanted else None
 
-        tokens = (self.batch, BATCHED_TOKENS) if self.batch else (TOKENS,)
+        tokens = (self.batch, BATCHED_TOKENS) if self.batch else (self.tokens,)
         rows = (*tokens, self.vocab)
         return (
             array(rows, self.p_dtype),
@@ -94,6 +96,9 @@ CASES = (
     Case(4096, BF16, BF16),
     Case(4096, F16, F16),
     Case(4096, "float32", BF16),
+    # Enough tokens for the inputs to leave L2 before the codes.
+    Case(4096, tokens=config.STREAM_TOKENS),
+    Case(1271, BF16, BF16, tokens=config.STREAM_TOKENS),
     # A partial last tile: aligned, and odd as GPT-2's; less than a tile; less than a warpgroup.
     Case(32000, BF16, BF16),
     Case(151936, BF16, BF16, labels=True),

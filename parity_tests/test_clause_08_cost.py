@@ -1,5 +1,9 @@
 """Contract clause 8: no host synchronisation, 2 bits kept per element, no recompilation."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -264,6 +268,9 @@ def test_clause_08_torch_cuda_graph(torch_route: Route) -> None:
     with torch.no_grad():
         p.copy_(new_p)
         q.copy_(new_q)
+    labels.copy_(labels.flip(0))  # other tokens are ignored
+    for constant in options.values():
+        constant.mul_(2)
     for _ in range(2):
         graph.replay()
     right = step()
@@ -280,6 +287,45 @@ def test_clause_08_jax_moves_nothing_to_the_host(jax_route: Route) -> None:
     jax.block_until_ready(step(p, q))
     with jax.transfer_guard("disallow"):
         jax.block_until_ready(step(p, q))
+
+
+_IN_A_COMMAND_BUFFER = """
+import jax, jax.numpy as jnp
+from tvd_jax import tvd_loss
+
+def step(x, q, labels, implementation):
+    def loss(x):
+        return tvd_loss(jax.nn.softmax(jnp.tanh(x)), q, labels, implementation=implementation)
+    value, gradient = jax.value_and_grad(loss)(x)
+    return value, x - gradient
+
+x, q = (jax.random.normal(jax.random.key(i), (64, 4096)) for i in range(2))
+q, labels = jax.nn.softmax(q), jnp.where(jnp.arange(64) % 7 == 0, -100, 1)
+step = jax.jit(step, static_argnames="implementation")
+for i in range(4):  # recorded, then replayed on other memory
+    arguments = x + i, q, jnp.roll(labels, i)
+    for got, right in zip(step(*arguments, "pallas"), step(*arguments, "xla")):
+        assert jnp.allclose(got, right, rtol=1e-5, atol=1e-7)
+"""
+
+
+@needs_cuda
+def test_clause_08_xla_records_the_pallas_kernels_in_a_command_buffer(
+    jax_kernel_route: Route, tmp_path: Path
+) -> None:
+    if jax_kernel_route.name != "jax-pallas":
+        return  # jax-triton's custom calls end the buffer
+    env = os.environ | {"XLA_FLAGS": f"--xla_dump_to={tmp_path}"}
+    child = subprocess.run(
+        [sys.executable, "-c", _IN_A_COMMAND_BUFFER], env=env, capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+    sequences = [x.read_text() for x in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")]
+    lines = [line for x in sequences if "kCustomCall" in x for line in x.splitlines()]
+    assert lines and "kCommandBuffer" in lines[0]
+    custom_calls = [line for line in lines if "kCustomCall" in line]
+    assert len(custom_calls) == 3  # forward, reduce, backward
+    assert all(line.startswith(" ") for line in custom_calls), "outside of the buffer"
 
 
 # --- no recompilation -----------------------------------------------------------------------------

@@ -29,17 +29,17 @@ TRITON_FORWARD_WARPS = 4
 
 # Where the codes fit in L2 (50 MB) besides what passes through, p and q are read to leave it first:
 # the codes stay there for the backward, and are not written to memory among the reads.
-TRITON_STREAM_BYTES = 36 * 2**20
-TRITON_STREAM_TOKENS = 1024  # fewer rows are bound by the loads in flight
+STREAM_BYTES = 36 * 2**20
+STREAM_TOKENS = 1024  # fewer rows are bound by the loads in flight
 
 
-def triton_forward_stream(tokens: int, vocab: int, keep_codes: bool) -> bool:
+def forward_stream(tokens: int, vocab: int, keep_codes: bool) -> bool:
     """Whether p and q are the first to leave L2. With codes 119.6, not 129.2, at vocab 4096.
 
     At 8192 243.7, not 255.6; with 4096 rows of 32768, as many codes, 256.5 and 256.9.
     """
     codes_bytes = tokens * code_tiles(vocab) * LANES
-    return keep_codes and tokens >= TRITON_STREAM_TOKENS and codes_bytes <= TRITON_STREAM_BYTES
+    return keep_codes and tokens >= STREAM_TOKENS and codes_bytes <= STREAM_BYTES
 
 
 def triton_forward_stages(tokens: int, vocab: int, keep_codes: bool, *itemsizes: int) -> int:
@@ -51,7 +51,7 @@ def triton_forward_stages(tokens: int, vocab: int, keep_codes: bool, *itemsizes:
     thread, with 1 and 4: 479 and 493 at 32768, 727 and 756 at 50257. Asynchronous copies have no
     say in what leaves L2 first.
     """
-    if triton_forward_stream(tokens, vocab, keep_codes):
+    if forward_stream(tokens, vocab, keep_codes):
         return 1
     return 4 if vocab >= 2 * TILE and min(itemsizes) == 4 else 1
 

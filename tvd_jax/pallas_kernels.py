@@ -103,11 +103,12 @@ class _Tiling:
     tokens: int
     vocab: int
     aligned: bool
+    stream: bool = False  # whether what is copied is to leave L2 first, in PTX
 
     @classmethod
-    def of(cls, tokens: int, vocab: int, dtypes: Sequence[Any]) -> "_Tiling":
+    def of(cls, tokens: int, vocab: int, dtypes: Sequence[Any], stream: bool = False) -> "_Tiling":
         sizes = [np.dtype(dtype).itemsize for dtype in dtypes]
-        return cls(tokens, vocab, all(vocab * size % 16 == 0 for size in sizes))
+        return cls(tokens, vocab, all(vocab * size % 16 == 0 for size in sizes), stream)
 
     @property
     def vec_size(self) -> int:
@@ -227,11 +228,12 @@ class _Tiling:
         """Starts the copy of one tile into a slot; it arrives at ``barrier``."""
 
         def copy(index: tuple[Any, ...], start: Any, size: int) -> None:
+            source, target = x_gmem.at[(*index, pl.ds(start, size))], x_smem.at[pl.ds(0, size)]
+            if self.stream:
+                pallas_ptx.copy_streamed(source, target, barrier)
+                return
             plgpu.copy_gmem_to_smem(
-                x_gmem.at[(*index, pl.ds(start, size))],
-                x_smem.at[pl.ds(0, size)],
-                barrier,
-                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                source, target, barrier, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS
             )
 
         full, tail = self.copied
@@ -549,7 +551,8 @@ def forward(
     sums_only = not (keep_codes or elementwise)
     if sums_only and vocab <= config.PALLAS_SHORT_VOCAB and tokens >= WARPGROUP:
         return _forward_short(p, q, row_weights, summed), None, None
-    tiling = _Tiling.of(tokens, vocab, (p.dtype, q.dtype))
+    stream = config.forward_stream(tokens, vocab, keep_codes) and not compat.interpreting()
+    tiling = _Tiling.of(tokens, vocab, (p.dtype, q.dtype), stream)
     if sums_only and not tiling.aligned:
         tiling = _Windows(tokens, vocab, aligned=False)
     stages = config.PALLAS_STAGES
@@ -569,7 +572,10 @@ def forward(
     if not tiling.aligned:
         scratch["lanes"] = tiling.lanes_scratch
     blocks = tiling.blocks(_smem_bytes(list(scratch.values())))
-    scratch["barrier"] = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+    if stream:
+        scratch["barrier"] = plgpu.SMEM((stages * pallas_ptx.BARRIER_WORDS,), jnp.uint32)
+    else:
+        scratch["barrier"] = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
     inputs = [tiling.gmem_view(p), tiling.gmem_view(q)]
     inputs += [] if row_weights is None else [row_weights]
 
@@ -578,20 +584,30 @@ def forward(
         weights_gmem = None if row_weights is None else rest.pop(0)
         gmem = dict(zip(out_type, rest, strict=False))
         smem = dict(zip(scratch, rest[len(out_type) :], strict=True))
-        barrier = smem["barrier"]
         _fill_up(gmem["per_token"], tokens)
+        if stream:
+            pallas_ptx.init_barriers(smem["barrier"], arrivals=2)
+
+        def barrier(s: Any) -> Any:
+            if not stream:
+                return smem["barrier"].at[s]
+            words = pallas_ptx.BARRIER_WORDS
+            return smem["barrier"].at[pl.ds(s * words, words)]
 
         def fetch(s: Any, row: Any, tile: Any) -> None:
-            tiling.fetch(p_gmem, smem["p"].at[s], row, tile, barrier.at[s])
-            tiling.fetch(q_gmem, smem["q"].at[s], row, tile, barrier.at[s])
+            tiling.fetch(p_gmem, smem["p"].at[s], row, tile, barrier(s))
+            tiling.fetch(q_gmem, smem["q"].at[s], row, tile, barrier(s))
 
-        def arrive(s: Any, row: Any, tile: Any) -> None:
-            plgpu.barrier_wait(barrier.at[s])
+        def arrive(s: Any, row: Any, tile: Any, index: Any) -> None:
+            if stream:
+                pallas_ptx.wait(barrier(s), lax.rem(lax.div(index, _i32(stages)), _i32(2)))
+            else:
+                plgpu.barrier_wait(barrier(s))
             tiling.complete(p_gmem, smem["p"].at[s], row, tile)
             tiling.complete(q_gmem, smem["q"].at[s], row, tile)
 
         def tile_step(s: Any, row: Any, tile: Any, index: Any, acc: Any, masked: bool) -> Any:
-            arrive(s, row, tile)
+            arrive(s, row, tile, index)
             codes: Any = None
             values = []
             for k in range(tiling.sub_tiles):

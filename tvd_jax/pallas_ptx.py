@@ -21,17 +21,81 @@ PREFETCHED = 32  # blocks whose codes one block prefetches: 16 KiB, 128 bytes a 
 
 def _run(asm: str, refs: Sequence[Any], scalars: Sequence[Any]) -> None:
     """Runs PTX in every thread; ``$0, $1, ...`` are the addresses of the refs, then the scalars."""
-    letters = ["l"] * len(refs)
-    letters += ["f" if jnp.issubdtype(x.dtype, jnp.floating) else "r" for x in scalars]
+    letters = ["f" if jnp.issubdtype(x.dtype, jnp.floating) else "r" for x in scalars]
 
     def inline(_: Any, *values: Any) -> None:
-        i64, void = ir.IntegerType.get_signless(64), ir.Type.parse("!llvm.void")
-        pointers = [llvm.ptrtoint(i64, mgpu_utils.memref_ptr(x)) for x in values[: len(refs)]]
+        pointers = [mgpu_utils.memref_ptr(x) for x in values[: len(refs)]]
         numbers = [x.registers.item() for x in values[len(refs) :]]
-        llvm.inline_asm(void, [*pointers, *numbers], asm, ",".join(letters), has_side_effects=True)
+        constraints = ",".join(["l" if _is_global(x) else "r" for x in pointers] + letters)
+        void, arguments = ir.Type.parse("!llvm.void"), [*map(_address, pointers), *numbers]
+        llvm.inline_asm(void, arguments, asm, constraints, has_side_effects=True)
 
     types = (*[plgpu.RefType()] * len(refs), *[plgpu.Layout.WG_SPLAT] * len(scalars))
     plgpu.inline_mgpu(arg_types=types)(inline)(*refs, *scalars)
+
+
+_FIRST_THREAD = """
+        .reg .pred first_thread;
+        .reg .b32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first_thread, thread, 0;
+"""
+
+
+def _is_global(pointer: Any) -> bool:
+    return llvm.PointerType(pointer.type).address_space != mgpu_utils.WORKGROUP_NVPTX_ADDRESS_SPACE
+
+
+def _address(pointer: Any) -> Any:
+    """The address as an integer: 64 bits of global, 32 bits of shared memory."""
+    width = 64 if _is_global(pointer) else 32
+    return llvm.ptrtoint(ir.IntegerType.get_signless(width), pointer)
+
+
+# Barriers of a ring of copies that leave L2 first: two words of shared memory each, because inline
+# code takes no barrier of Pallas's.
+BARRIER_WORDS = 2
+
+
+def init_barriers(barriers_smem: Any, arrivals: int) -> None:
+    """Makes the words barriers that wait for so many copies each."""
+    count = barriers_smem.size // BARRIER_WORDS
+    inits = "\n".join(
+        f"@first_thread mbarrier.init.shared::cta.b64 [$0 + {8 * i}], {arrivals};"
+        for i in range(count)
+    )
+    asm = f"""{{
+        {_FIRST_THREAD}
+        {inits}
+        fence.proxy.async.shared::cta;
+        bar.sync 0;
+    }}"""
+    _run(asm, [barriers_smem], [])
+
+
+def wait(barrier_smem: Any, parity: Any) -> None:
+    """Waits until a barrier's copies have arrived, for the ``parity``-th (0, 1, 0, ...) time."""
+    asm = """{
+        .reg .pred arrived;
+        again:
+        mbarrier.try_wait.parity.shared::cta.b64 arrived, [$0], $1;
+        @!arrived bra.uni again;
+    }"""
+    _run(asm, [barrier_smem], [parity])
+
+
+def copy_streamed(x_gmem: Any, x_smem: Any, barrier_smem: Any) -> None:
+    """``plgpu.copy_gmem_to_smem`` of what is to leave L2 first; a multiple of 16 bytes."""
+    size = x_gmem.size * np.dtype(x_gmem.dtype).itemsize
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    asm = f"""{{
+        {_FIRST_THREAD}
+        .reg .b64 first_out;
+        createpolicy.fractional.L2::evict_first.b64 first_out, 1.0;
+        @first_thread mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], {size};
+        @first_thread {copy} [$1], [$0], {size}, [$2], first_out;
+    }}"""
+    _run(asm, [x_gmem, x_smem, barrier_smem], [])
 
 
 def prefetch(codes_gmem: Any, first: Any) -> None:
@@ -74,7 +138,7 @@ def store_signed(codes_gmem: Any, outputs: Sequence[Any], value: Any, keep: Any)
         f"and.b32 words, words, {keep_at};",
         "mov.f32 zero, 0f00000000;",
         f"mul.rn.f32 tie, {value_at}, zero;",  # not finite: NaN
-        "mov.f32 nan, 0f7FC00000;",
+        "mov.b32 nan, 0x7FC00000;",
     ]
     for i, (x_gmem, sign) in enumerate(outputs):
         lines += _one_output(i, np.dtype(x_gmem.dtype), sign, value_at)
@@ -100,10 +164,12 @@ def _one_output(i: int, dtype: np.dtype, sign: int, value_at: str) -> list[str]:
                 f"prmt.b32 table{i}_{int(half) + 1}, {minus}, nan, {selector};",
             ]
     else:
-        kind = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+        kind, nan = ("bf16x2", 0x7FC0) if dtype == jnp.bfloat16 else ("f16x2", 0x7E00)
         lines += [
             f"cvt.rn.{kind}.f32 table{i}_0, {plus}, {tie};",
             f"cvt.rn.{kind}.f32 table{i}_1, nan, {minus};",
+            # The NaN that a compiler makes of the constant, not the conversion's.
+            f"prmt.b32 table{i}_1, table{i}_1, {nan}, 0x5410;",
         ]
     lines += [
         f"mul.wide.u32 offset, thread, {4 * dtype.itemsize};",

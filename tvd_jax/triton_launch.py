@@ -94,7 +94,7 @@ def forward(
         STAGES=config.triton_forward_stages(
             tokens, vocab, keep_codes, p.dtype.itemsize, q.dtype.itemsize
         ),
-        STREAM=config.triton_forward_stream(tokens, vocab, keep_codes),
+        STREAM=config.forward_stream(tokens, vocab, keep_codes),
     )
     return per_token, codes_out if keep_codes else None, values_out if elementwise else None
 

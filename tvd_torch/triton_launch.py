@@ -81,7 +81,8 @@ def _launch(
         constants: the constexprs, in the order of the kernel's parameters.
     """
     device = arguments[0].device
-    key, addresses = [kernel, device, num_warps, *constants.values()], 0
+    # By id, because Triton hashes a kernel's source.
+    key, addresses = [id(kernel), device, num_warps, *constants.values()], 0
     for x in arguments:
         if isinstance(x, Tensor):
             key.append(x.dtype)
@@ -164,7 +165,7 @@ def forward(
                 STAGES=config.triton_forward_stages(
                     tokens, vocab, keep_codes, p.itemsize, q.itemsize
                 ),
-                STREAM=config.triton_forward_stream(tokens, vocab, keep_codes),
+                STREAM=config.forward_stream(tokens, vocab, keep_codes),
                 num_warps=config.TRITON_FORWARD_WARPS,
             )
         if reduction == "per_token":
@@ -176,7 +177,8 @@ def forward(
         counted = normalized and normalizer is None and any(row_flags.values())
         number = normalizer if isinstance(normalizer, (int, float)) else tokens
         loss = torch.empty((), dtype=torch.float32, device=p.device)
-        divisor = torch.empty((), dtype=torch.float32, device=p.device)
+        # Only the backward asks for it. Else it is written where the loss comes over it.
+        divisor = torch.empty_like(loss) if keep_codes else loss
         _launch(
             kernels.tvd_reduce_kernel,
             1,
@@ -195,7 +197,7 @@ def forward(
             COUNT=counted,
             num_warps=config.TRITON_REDUCE_WARPS,
         )
-    return loss, codes, divisor, per_token
+    return loss, codes, divisor if keep_codes else None, per_token
 
 
 def backward(
