@@ -226,6 +226,23 @@ def test_clause_12_jax_triton_not_installed() -> None:
     assert reason in error and "pip install" in reason and "jax-triton" in reason
 
 
+@pytest.mark.parametrize("shape", [(64, 2**25 + 1), (2, 32, 2**25 + 1)])
+def test_clause_12_pallas_refuses_what_would_overflow(shape: tuple[int, ...]) -> None:
+    jax = pytest.importorskip("jax")
+    from tvd_jax import compat, tvd_loss
+
+    def trace(*shape: int) -> Any:
+        rows = jax.ShapeDtypeStruct(shape, "float32")
+        with compat.assume_cuda():
+            return jax.eval_shape(lambda p, q: tvd_loss(p, q, implementation="pallas"), rows, rows)
+
+    words = rf"takes no p of 2\*\*31 elements .*, got shape .*{shape[-1]}\): use implementation"
+    with pytest.raises(ValueError, match=words):
+        trace(*shape)
+    assert trace(*shape[:-1], shape[-1] - 1).shape == ()  # aligned
+    assert trace(62, 2**25 + 1).shape == ()  # fewer elements
+
+
 def test_clause_12_pallas_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("jax")
     import tvd_jax

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import math
 from typing import Any
 
 import jax
@@ -84,7 +85,9 @@ def _choose_implementation(p: Any, q: Any, implementation: str | None) -> str:
     if implementation is None:
         if not (on_gpu and in_kernel_dtypes):
             return "xla"
-        return next(name for name in IMPLEMENTATIONS if _unavailable_reason(name) is None)
+        large = _too_large_for_pallas(p, q)
+        usable = (x for x in IMPLEMENTATIONS if not (x == "pallas" and large))
+        return next(name for name in usable if _unavailable_reason(name) is None)
     if implementation == "xla":
         return implementation
     reason = _unavailable_reason(implementation)
@@ -93,6 +96,12 @@ def _choose_implementation(p: Any, q: Any, implementation: str | None) -> str:
     if not in_kernel_dtypes:
         name, x = ("p", p) if dtype_name(p) not in KERNEL_DTYPES else ("q", q)
         raise TypeError(kernel_dtype_message(implementation, name, dtype_name(x), "xla"))
+    if implementation == "pallas" and _too_large_for_pallas(p, q):
+        raise ValueError(
+            "implementation 'pallas' takes no p of 2**31 elements or more in rows of 2**25 or more "
+            f"that are not a multiple of 16 bytes, got shape {tuple(p.shape)}: use implementation "
+            "'triton' or 'xla'"
+        )
     interpreted = implementation == "pallas" and compat.interpreting()
     if not (on_gpu or interpreted or compat.assuming_cuda()):
         raise ValueError(
@@ -100,6 +109,14 @@ def _choose_implementation(p: Any, q: Any, implementation: str | None) -> str:
             f"{_platform(p, q)}: move them there or use implementation 'xla'"
         )
     return implementation
+
+
+def _too_large_for_pallas(p: Any, q: Any) -> bool:
+    if math.prod(p.shape) < 2**31:
+        return False
+    from tvd_jax import pallas_kernels
+
+    return pallas_kernels.too_large(p.shape, (p.dtype, q.dtype))
 
 
 def _device_of(array: Any) -> str | None:

@@ -508,6 +508,14 @@ def _call(
     return compat.vary_like(outputs, *inputs)
 
 
+def too_large(shape: tuple[int, ...], dtypes: Sequence[Any]) -> bool:
+    """Whether a 32-bit index into a block of rows of a flat array would overflow."""
+    vocab = shape[-1]
+    tiling = _Tiling.of(math.prod(shape[:-1]), vocab, dtypes)
+    in_blocks = not tiling.aligned and tiling.tokens * vocab >= 2**31
+    return in_blocks and ROWS_OF_FLAT_BLOCK * vocab >= 2**31
+
+
 def vmappable(shape: tuple[int, ...], dtypes: Sequence[Any]) -> bool:
     """Whether JAX may batch the kernels on inputs ``[tokens, vocab]``, or else calls them in turn.
 
