@@ -23,6 +23,7 @@ from tvd_core.contract import (
 from tvd_torch import eager, triton_launch
 
 IMPLEMENTATIONS = ("triton", "eager")
+_KERNEL_DTYPES = frozenset(getattr(torch, name) for name in KERNEL_DTYPES)
 
 
 def available_implementations() -> dict[str, str | None]:
@@ -33,7 +34,7 @@ def available_implementations() -> dict[str, str | None]:
 def _choose_implementation(p: Tensor, q: Tensor, implementation: str | None) -> str:
     """Resolves ``None`` by hardware; fails for a named one that these inputs cannot use."""
     check_implementation(implementation, IMPLEMENTATIONS)
-    in_kernel_dtypes = all(dtype_name(x) in KERNEL_DTYPES for x in (p, q))
+    in_kernel_dtypes = p.dtype in _KERNEL_DTYPES and q.dtype in _KERNEL_DTYPES
     if implementation is None:
         usable = p.is_cuda and in_kernel_dtypes and triton_launch.unavailable_reason() is None
         return "triton" if usable else "eager"
@@ -43,7 +44,7 @@ def _choose_implementation(p: Tensor, q: Tensor, implementation: str | None) -> 
     if reason is not None:
         raise ValueError(f"implementation 'triton' cannot run: {reason}")
     if not in_kernel_dtypes:
-        name, x = ("p", p) if dtype_name(p) not in KERNEL_DTYPES else ("q", q)
+        name, x = ("p", p) if p.dtype not in _KERNEL_DTYPES else ("q", q)
         raise TypeError(kernel_dtype_message("triton", name, dtype_name(x), "eager"))
     if not p.is_cuda and not (p.device.type == "cpu" and triton_launch.interpreting()):
         raise ValueError(

@@ -80,23 +80,24 @@ def _launch(
     Args:
         constants: the constexprs, in the order of the kernel's parameters.
     """
-    device = arguments[0].device
-    # By id, because Triton hashes a kernel's source.
-    key, addresses = [id(kernel), device, num_warps, *constants.values()], 0
+    device, addresses = arguments[0].device, 0
+    kinds: list[Any] = []
     for x in arguments:
         if isinstance(x, Tensor):
-            key.append(x.dtype)
+            kinds.append(x.dtype)
             addresses |= x.data_ptr()
-        else:
-            key.append(x >= 2**31)  # in 64 bits
-    compiled = None if addresses % 16 else _compiled.get(tuple(key))
+        elif x >= 2**31:
+            kinds.append("64 bits")
+    # By id, because Triton hashes a kernel's source.
+    key = (id(kernel), device, num_warps, *kinds, *constants.values())
+    compiled = None if addresses % 16 else _compiled.get(key)
     if compiled is not None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         compiled[programs, 1, 1](*arguments, *constants.values(), stream=stream)
         return
     compiled = kernel[programs,](*arguments, **constants, num_warps=num_warps)
     if compiled is not None and addresses % 16 == 0:  # None in the interpreter
-        _compiled[tuple(key)] = compiled
+        _compiled[key] = compiled
 
 
 def _on_device_of(p: Tensor) -> contextlib.AbstractContextManager[Any]:
