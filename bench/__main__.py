@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bench import Unavailable, parity, published, report, results, timing
+from bench import Unavailable, compare, parity, plots, published, report, results, timing
 from bench.child import PROJECT, make_backend
 from bench.gpus import detect_gpu
 from bench.run import FRAMEWORKS, IMPLEMENTATIONS, Plan, default_plan, run
@@ -38,6 +38,13 @@ def _shapes(argument: str) -> list[Shape]:
         return parse_shapes(argument)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _bound(argument: str) -> float:
+    bound = float(argument)
+    if not 0 <= bound < float("inf"):
+        raise ValueError
+    return bound
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,6 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     plots = commands.add_parser("plot", help="PNG plots of a results file")
     plots.add_argument("file", type=Path)
     plots.add_argument("-o", "--output", type=Path, required=True)
+    page = commands.add_parser("report", help="one HTML page of a results file")
+    page.add_argument("file", type=Path)
+    page.add_argument("--bits", type=Path, help="what python -m parity_tests.random_bits -o wrote")
+    page.add_argument("-o", "--output", type=Path, required=True)
+    both = commands.add_parser("compare", help="what changed between two results files")
+    both.add_argument("old", type=Path)
+    both.add_argument("new", type=Path)
+    both.add_argument("--bound", type=_bound, default=0.03, help="change that counts, default 0.03")
     check = commands.add_parser("selfcheck", help="compare the clocks on a big copy (needs a GPU)")
     check.add_argument("--framework", choices=tuple(FRAMEWORKS))
     check.add_argument("--reader", type=int, choices=(0, 1), help="in order of preference")
@@ -123,7 +138,7 @@ def _main_job(arguments: argparse.Namespace) -> int:
     if plan.device == "cpu":
         code |= _interpreters()
         _stored()
-    for path in report.plot(result, OUTPUT / "plots"):
+    for path in plots.plot(result, OUTPUT / "plots"):
         console.print(f"wrote {path}")
     return code
 
@@ -155,6 +170,16 @@ def _stored() -> None:
         report.print_result(results.read_result(path), console, ("forward", "total"))
     if not any(results.STORED.glob("*.json")):
         console.print(f"\nNo stored GPU results in {results.STORED.relative_to(results.ROOT)}")
+
+
+def _page(file: Path, bits: Path | None, output: Path) -> None:
+    try:
+        from bench import page  # here, so that all else runs without Jinja2
+    except ImportError as error:
+        raise Unavailable(f"the page needs what the extra 'bench' installs: {error}") from error
+    summary = None if bits is None else page.read_bits(bits)
+    results.write_atomically(output, page.html(results.read_lenient(file), summary))
+    console.print(f"wrote {output}")
 
 
 def _selfcheck(framework: str | None, reader_number: int | None) -> int:
@@ -216,8 +241,13 @@ def main() -> int:
             case "show":
                 report.print_result(results.read_result(arguments.file), console)
             case "plot":
-                for path in report.plot(results.read_result(arguments.file), arguments.output):
+                for path in plots.plot(results.read_result(arguments.file), arguments.output):
                     console.print(f"wrote {path}")
+            case "report":
+                _page(arguments.file, arguments.bits, arguments.output)
+            case "compare":
+                old, new = (results.read_lenient(x) for x in (arguments.old, arguments.new))
+                return compare.report(old, new, arguments.bound, console)
             case "selfcheck":
                 return _selfcheck(arguments.framework, arguments.reader)
     except (results.ResultsError, Unavailable) as error:

@@ -1,4 +1,4 @@
-"""Tables (terminal and markdown) and plots of results files."""
+"""Tables of results files: terminal and markdown."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +12,7 @@ from bench import published
 from bench.gpus import floor_us
 from bench.results import Result, ResultsError, write_atomically
 from bench.shapes import PHASES
+from bench.timing import quantiles
 
 PEERS = ("liger", "torch-compile", "torch-formula", "torch-eager", "jax-xla", "jax-formula")
 KERNELS = ("torch-triton", "jax-pallas", "jax-triton")
@@ -45,9 +46,32 @@ ShapeKey = tuple[int, int, str, str]
 
 def time_us(row: Row) -> float | None:
     """The time that counts: kernel time, or wall time where there is no kernel clock."""
-    if row["status"] != "ok":
-        return None
-    return row["kernel_us"] if row["kernel_us"] is not None else row["wall_us"]
+    return row[clock_of(row)] if row["status"] == "ok" else None
+
+
+def phase_title(phase: str, environment: dict[str, Any]) -> str:
+    """What runs in a phase; the published protocol's phases run more than their names say."""
+    other = environment["protocol"].startswith("published")
+    return phase if other else PHASE_TITLES.get(phase, phase)
+
+
+def clock_of(row: Row) -> str:
+    """The field that holds the time that counts."""
+    return "wall_us" if row["kernel_us"] is None else "kernel_us"
+
+
+def spread(row: Row) -> tuple[float, float] | None:
+    """20 % and 80 % quantile of the time that counts: of the raw samples, else as stored."""
+    clock = clock_of(row)
+    samples = (row.get("samples") or {}).get(clock)
+    known = quantiles(samples) if samples else (row.get("quantiles") or {}).get(clock)
+    return (known["q20"], known["q80"]) if known else None
+
+
+def achieved_tb_s(row: Row) -> float | None:
+    """The bytes that this project's design must move over the time, whoever is measured."""
+    us = time_us(row)
+    return row["bytes"] / us / 1e6 if us and row["bytes"] else None
 
 
 def shape_key(row: Row) -> ShapeKey:
@@ -72,31 +96,43 @@ def best_peer(cell: dict[str, Row]) -> tuple[str, float] | None:
     return name, us
 
 
-def _implementations(rows: list[Row]) -> list[str]:
+def implementations_of(rows: list[Row]) -> list[str]:
     present = {row["implementation"] for row in rows}
     known = [name for name in ORDER if name in present]
     return known + sorted(present - set(known))
 
 
-def _number(value: float | None, form: str = ".1f") -> str:
+def number(value: float | None, form: str = ".1f") -> str:
     return "–" if value is None else format(value, form)
 
 
-def _microseconds(us: float | None) -> str:
-    return _number(us, ".1f" if us is None or us < 1000 else ".0f")
+def microseconds(us: float | None) -> str:
+    return number(us, ".1f" if us is None or us < 1000 else ".0f")
 
 
-def _rate(tb_s: float) -> str:
+def spread_text(row: Row) -> str:
+    """The 20–80 % interval of the time that counts."""
+    known = spread(row)
+    return "–" if known is None else "–".join(map(microseconds, known))
+
+
+def rate(tb_s: float | None) -> str:
+    if tb_s is None:
+        return "–"
     return f"{tb_s:.2f}" if tb_s >= 0.1 else f"{tb_s:.4f}"
 
 
-def _size(size: int | None) -> str:
+def megabytes(size: int | None) -> str:
+    return "–" if size is None else f"{size / 1e6:.1f}"
+
+
+def size_text(size: int | None) -> str:
     if size is None:
         return "–"
-    return f"{size} B" if size < 10_000 else f"{size / 1e6:.1f} MB"
+    return f"{size} B" if size < 100_000 else f"{size / 1e6:.1f} MB"
 
 
-def _unmeasured(rows: list[Row]) -> list[str]:
+def unmeasured(rows: list[Row]) -> list[str]:
     """One line for each implementation and status without a time, with the first reason."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
@@ -111,6 +147,12 @@ def _unmeasured(rows: list[Row]) -> list[str]:
 # --- terminal ------------------------------------------------------------------------------------
 
 
+def measured_copies(environment: dict[str, Any]) -> dict[str, float]:
+    """Bandwidth in TB/s of a 1 GiB copy, by the framework that copied."""
+    copies = {name: environment.get(f"{name}_copy_tb_s") for name in ("torch", "jax")}
+    return {name: tb_s for name, tb_s in copies.items() if tb_s}
+
+
 def environment_lines(environment: dict[str, Any]) -> list[str]:
     """The environment in a few lines."""
     versions = ", ".join(f"{k} {v}" for k, v in environment["versions"].items() if v)
@@ -120,11 +162,7 @@ def environment_lines(environment: dict[str, Any]) -> list[str]:
     dirty = " (changed tree)" if environment["dirty"] else ""
     lines.append(f"commit {environment['commit']}{dirty}, {environment['date']}")
     if environment.get("datasheet_tb_s"):
-        copies = [
-            f"{environment[name]:.2f} TB/s by {name.split('_')[0]}"
-            for name in ("torch_copy_tb_s", "jax_copy_tb_s")
-            if environment.get(name)
-        ]
+        copies = [f"{tb_s:.2f} TB/s by {by}" for by, tb_s in measured_copies(environment).items()]
         readers = {environment.get(f"{f}_reader") for f in ("torch", "jax")} - {None}
         lines.append(
             f"datasheet {environment['datasheet_tb_s']} TB/s; measured copy of 1 GiB: "
@@ -150,7 +188,7 @@ def print_result(result: Result, console: Console, phases: tuple[str, ...] = PHA
     cells = _by_cell(result["rows"])
     for key in dict.fromkeys(shape for shape, _ in cells):
         _print_shape(key, cells, phases, environment, console)
-    for line in _unmeasured(result["rows"]):
+    for line in unmeasured(result["rows"]):
         console.print(line, highlight=False, style="yellow")
 
 
@@ -172,9 +210,9 @@ def _print_shape(
         peer = best_peer(cell)
         if cell and environment.get("datasheet_tb_s"):
             size = next(iter(cell.values()))["bytes"]
-            floor = _microseconds(floor_us(size, environment["datasheet_tb_s"]))
+            floor = microseconds(floor_us(size, environment["datasheet_tb_s"]))
             table.add_row(phase, "floor", floor, "", f"{size / 1e6:.1f}", style="bold")
-        for name in _implementations(list(cell.values())):
+        for name in implementations_of(list(cell.values())):
             line = _cells(cell[name], peer)[: len(columns)]
             table.add_row(*line, style="" if name in KERNELS else "dim")
         table.add_section()
@@ -185,21 +223,19 @@ def _cells(row: Row, peer: tuple[str, float] | None) -> list[str]:
     us = time_us(row)
     if us is None:
         return [row["phase"], row["implementation"], row["status"]]
-    clock = "kernel_us" if row["kernel_us"] is not None else "wall_us"
-    spread = row["quantiles"][clock]
     return [
         row["phase"],
         row["implementation"],
-        _microseconds(us),
-        f"{_microseconds(spread['q20'])}–{_microseconds(spread['q80'])}",
-        f"{row['bytes'] / 1e6:.1f}",
-        _rate(row["bytes"] / us / 1e6),
-        _number(row["floor_ratio"], ".2f"),
+        microseconds(us),
+        spread_text(row),
+        megabytes(row["bytes"]),
+        rate(achieved_tb_s(row)),
+        number(row["floor_ratio"], ".2f"),
         "–" if peer is None else f"{us / peer[1]:.2f}",
-        _microseconds(row["wall_us"]),
-        _microseconds(row["host_us"]),
-        _size(row["kept_bytes"]),
-        _size(row["peak_bytes"]),
+        microseconds(row["wall_us"]),
+        microseconds(row["host_us"]),
+        size_text(row["kept_bytes"]),
+        size_text(row["peak_bytes"]),
     ]
 
 
@@ -227,9 +263,9 @@ def published_lines(result: Result) -> list[str]:
                 for name in ("liger", "torch-formula")
             ]
             cells = [
-                *map(_microseconds, ours),
+                *map(microseconds, ours),
                 _ratio(ours[1], ours[0]),
-                *map(_microseconds, record),
+                *map(microseconds, record),
                 _ratio(record[1], record[0]),
             ]
             lines.append(f"| {vocab} | {mode} | " + " | ".join(cells) + " |")
@@ -252,7 +288,7 @@ def _print_published(result: Result, console: Console) -> None:
     console.print(published.NOTE)
     ratio = published.PUBLISHED_RATIO
     console.print(f"Check: torch / liger, forward at vocab 4096, is {ratio:.2f} in the record.")
-    for line in _unmeasured(result["rows"]):
+    for line in unmeasured(result["rows"]):
         console.print(line, highlight=False, style="yellow")
 
 
@@ -280,15 +316,15 @@ def markdown(
         chosen = [r for r in rows if (r["dtype"], r["inputs"], r["phase"]) == (dtype, kind, phase)]
         lines += [
             "",
-            f"**{PHASE_TITLES[phase]}**, {dtype}, {_inputs_title(kind)}, µs (× floor)",
+            f"**{phase_title(phase, environment)}**, {dtype}, {inputs_title(kind)}, µs (× floor)",
             "",
         ]
         lines += _markdown_table(chosen, environment.get("datasheet_tb_s"))
-    lines += ["", *(f"- {line}" for line in _unmeasured(rows))]
+    lines += ["", *(f"- {line}" for line in unmeasured(rows))]
     return "\n".join(lines).rstrip()
 
 
-def _inputs_title(kind: str) -> str:
+def inputs_title(kind: str) -> str:
     return {"random": "random softmax rows", "text": "real-text rows"}.get(kind, kind)
 
 
@@ -313,7 +349,7 @@ def _markdown_table(rows: list[Row], tb_s: float | None) -> list[str]:
     cells: dict[ShapeKey, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         cells[shape_key(row)][row["implementation"]] = row
-    names = _implementations(rows)
+    names = implementations_of(rows)
     lines = [
         f"| tokens × vocab | floor | {' | '.join(names)} | best kernel / best peer |",
         "|---" + "|---:" * (len(names) + 2) + "|",
@@ -326,7 +362,7 @@ def _markdown_table(rows: list[Row], tb_s: float | None) -> list[str]:
         peer = best_peer(cell)
         ratio = f"{min(ours) / peer[1]:.2f} ({peer[0]})" if ours and peer else "–"
         lines.append(
-            f"| {key[0]} × {key[1]} | {_microseconds(floor)} | {' | '.join(shown)} | {ratio} |"
+            f"| {key[0]} × {key[1]} | {microseconds(floor)} | {' | '.join(shown)} | {ratio} |"
         )
     return lines
 
@@ -338,7 +374,7 @@ def _markdown_time(row: Row | None) -> str:
     if us is None:
         return str(row["status"])
     ratio = "" if row["floor_ratio"] is None else f" ({row['floor_ratio']:.2f})"
-    return _microseconds(us) + ratio
+    return microseconds(us) + ratio
 
 
 def rewrite_readme(path: Path, block: str) -> None:
@@ -348,93 +384,3 @@ def rewrite_readme(path: Path, block: str) -> None:
     if start < 0 or end < start:
         raise ResultsError(f"{path} has no lines {MARKERS[0]} and {MARKERS[1]}")
     write_atomically(path, f"{old[: start + len(MARKERS[0])]}\n{block}\n{old[end:]}")
-
-
-# --- plots ---------------------------------------------------------------------------------------
-
-
-def plot(result: Result, folder: Path) -> list[Path]:
-    """PNGs of time against vocab with the floor drawn in, one for each dtype, phase and tokens."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    groups: dict[tuple[int, str, str, str], list[Row]] = defaultdict(list)
-    for row in result["rows"]:
-        if time_us(row) is not None:
-            groups[row["tokens"], row["dtype"], row["inputs"], row["phase"]].append(row)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for (tokens, dtype, kind, phase), rows in sorted(groups.items()):
-        if len({row["vocab"] for row in rows}) < 2:
-            continue
-        suffix = "" if kind == "random" else f"_{kind}"
-        path = folder / f"{phase}_{dtype}_{tokens}{suffix}.png"
-        title = f"TVD loss, {PHASE_TITLES.get(phase, phase)}: {tokens} tokens, {dtype}"
-        _plot_one(rows, result["environment"], title, path)
-        paths.append(path)
-    return paths
-
-
-def _plot_one(rows: list[Row], environment: dict[str, Any], title: str, path: Path) -> None:
-    """Time against vocab on the left; on the right its ratio to the floor, where there is one."""
-    from matplotlib import pyplot
-
-    tb_s = environment.get("datasheet_tb_s")
-    floors = {row["vocab"]: floor_us(row["bytes"], tb_s) for row in rows if row["bytes"] and tb_s}
-    panels = 2 if floors else 1
-    figure, axes = pyplot.subplots(
-        1, panels, figsize=(6.5 * panels, 5), layout="constrained", squeeze=False
-    )
-    for name in _implementations(rows):
-        line = sorted((r["vocab"], time_us(r)) for r in rows if r["implementation"] == name)
-        style = _line_style(name)
-        axes[0, 0].plot([v for v, _ in line], [us for _, us in line], label=name, **style)
-        if floors:
-            axes[0, 1].plot([v for v, _ in line], [us / floors[v] for v, us in line], **style)
-    clock = "kernel time" if rows[0]["kernel_us"] is not None else "wall time"
-    axes[0, 0].set_ylabel(f"µs per call ({clock}, median)")
-    if floors:
-        line = sorted(floors.items())
-        label = f"floor ({tb_s} TB/s)"
-        axes[0, 0].plot([v for v, _ in line], [us for _, us in line], label=label, color="black")
-        axes[0, 1].axhline(1.0, color="black")
-        axes[0, 1].set_ylabel("time / floor")
-    vocabs = sorted({row["vocab"] for row in rows})
-    # 50257 and 151936 sit too close to powers of two for two labels.
-    ticks = [v for v in vocabs if v & (v - 1) == 0] or vocabs
-    for panel in axes[0]:
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(ticks, [str(v) for v in ticks])
-        panel.tick_params(axis="x", which="minor", bottom=False)
-        panel.set_xlabel("vocab")
-        panel.grid(True, which="both", alpha=0.25)
-    if floors:
-        _plain_ticks(axes[0, 1])
-    axes[0, 0].legend(fontsize=8)
-    figure.suptitle(f"{title}; {environment['gpu'] or 'CPU'}", fontsize=11)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _line_style(name: str) -> dict[str, Any]:
-    own = name in KERNELS
-    number = ORDER.index(name) if name in ORDER else len(ORDER)
-    return {
-        "color": f"C{number}",
-        "marker": "o" if own else "s",
-        "markersize": 5 if own else 4,
-        "linewidth": 2 if own else 1.2,
-        "linestyle": "-" if own else "--",
-    }
-
-
-def _plain_ticks(axes: Any) -> None:
-    """Ratios on a log axis as plain numbers."""
-    from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
-
-    low, high = axes.get_ylim()
-    marks = (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
-    axes.yaxis.set_major_locator(FixedLocator([x for x in marks if low <= x <= high]))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())

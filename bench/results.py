@@ -20,6 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "bench" / "results"
 # What must agree for rows to stand in one file.
 IDENTITY = ("gpu", "driver", "commit", "dirty", "versions", "protocol", "seed")
+ROW_KEY = ("op", "implementation", "phase", "tokens", "vocab", "dtype", "inputs")
+# What a row may leave out, as the protocols and versions differ.
+OPTIONAL = (
+    *("kernel_us", "wall_us", "host_us", "bytes", "floor_ratio", "kept_bytes", "peak_bytes"),
+    *("reason", "clock", "samples", "quantiles", "loss_relative_error"),
+)
 Result = dict[str, Any]
 
 
@@ -114,9 +120,16 @@ def write_result(path: Path, result: Result) -> None:
 
 def _read_journal(path: Path) -> Result:
     """The rows that an interrupted run had finished, as a results file of their own."""
-    stamp, *lines = (json.loads(line) for line in path.read_text().splitlines())
-    rows = []
-    for line in lines:
+    lines = []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except json.JSONDecodeError:
+            break  # the line that an interrupted write left
+    if not lines or not all(isinstance(line, dict) for line in lines):
+        raise ResultsError(f"{path} is not the journal of a run")
+    stamp, rows = lines[0], []
+    for line in lines[1:]:
         if "environment" in line:
             stamp |= line["environment"]
         else:
@@ -126,20 +139,42 @@ def _read_journal(path: Path) -> Result:
 
 def read_result(path: Path) -> Result:
     """Reads a results file, or the journal of a run that was cut off."""
-    if path.suffix == ".journal":
-        return _read_journal(path)
     try:
+        if path.suffix == ".journal":
+            return _read_journal(path)
         result = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except ResultsError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no JSON, or no text at all
         raise ResultsError(f"{path}: {error}") from error
     if not isinstance(result, dict) or not {"environment", "rows"} <= result.keys():
         raise ResultsError(f"{path} is not a results file: it has no environment and rows")
     return result
 
 
+def read_lenient(path: Path) -> Result:
+    """Reads a result of anyone's, such as an older version's."""
+    return complete(read_result(path), path)
+
+
+def complete(result: Result, path: Path) -> Result:
+    """A result in which what the environment or a row leaves out is ``None``."""
+    environment, rows = result["environment"], result["rows"]
+    if not isinstance(environment, dict) or not isinstance(rows, list):
+        raise ResultsError(f"{path} is not a results file: it has no environment and rows")
+    for number, row in enumerate(rows, 1):
+        missing = [x for x in ROW_KEY if x not in row] if isinstance(row, dict) else list(ROW_KEY)
+        if missing:
+            raise ResultsError(f"{path}: row {number} has no {', '.join(missing)}")
+    environment = dict.fromkeys(("gpu", "driver", "commit", "dirty", "date")) | environment
+    environment["versions"] = environment.get("versions") or {}
+    environment["protocol"] = environment.get("protocol") or "unknown"
+    blank = dict.fromkeys(OPTIONAL) | {"status": "unknown"}
+    return {"environment": environment, "rows": [blank | row for row in rows]}
+
+
 def row_key(row: dict[str, Any]) -> tuple[Any, ...]:
-    names = ("op", "implementation", "phase", "tokens", "vocab", "dtype", "inputs")
-    return tuple(row[name] for name in names)
+    return tuple(row[name] for name in ROW_KEY)
 
 
 def merge(paths: list[Path]) -> Result:

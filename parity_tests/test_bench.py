@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import gpus, inputs, parity, published, report, results, run, text, timing
+from bench import gpus, inputs, parity, plots, published, report, results, run, text, timing
 from bench.child import Oracle, Wrong, base_row
 from bench.shapes import GROUPS, PHASES, Shape, minimum_bytes, parse_shapes
 from tvd_core import reference
@@ -287,7 +287,7 @@ def test_plots_are_written(tmp_path: Path) -> None:
         base_row("torch-triton", "forward", Shape(16, vocab)) | {"kernel_us": 1.0 * vocab}
         for vocab in (64, 128)
     ]
-    (path,) = report.plot(_result(rows), tmp_path)
+    (path,) = plots.plot(_result(rows), tmp_path)
     assert path.name == "forward_float32_16.png"
     assert path.read_bytes()[:4] == b"\x89PNG"
 

@@ -1,0 +1,283 @@
+"""Plots of results files: PNG files, and SVGs that take their colours from the page around them."""
+
+import io
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from bench.gpus import floor_us
+from bench.report import (
+    KERNELS,
+    ORDER,
+    Row,
+    achieved_tb_s,
+    implementations_of,
+    measured_copies,
+    number,
+    phase_title,
+    time_us,
+)
+from bench.results import Result
+
+INK = "#000000"
+# Matplotlib's tab10: one colour for each name in ORDER, the last for names that are not in it.
+COLOURS = (
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
+    *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
+)
+MARKERS = "osDv^P*Xdp"
+# Text stays text and "$" a dollar; one salt for each plot keeps the ids of a page apart.
+SETTINGS = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
+RATIOS = (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
+Group = tuple[int, str, str, str]
+
+
+def plot(result: Result, folder: Path) -> list[Path]:
+    """PNGs of time against vocab with the floor drawn in, one for each dtype, phase and tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    environment = result["environment"]
+    for (tokens, dtype, kind, phase), rows in vocab_groups(result["rows"]).items():
+        suffix = "" if kind == "random" else f"_{kind}"
+        path = folder / f"{phase}_{dtype}_{tokens}{suffix}.png"
+        title = f"TVD loss, {phase_title(phase, environment)}: {tokens} tokens, {dtype}"
+
+        def draw(figure: Any, rows: list[Row] = rows, title: str = title) -> None:
+            panels = figure.subplots(1, _panels(rows, environment), squeeze=False)[0]
+            draw_times(panels, rows, environment)
+            panels[0].legend(fontsize=8)
+            figure.suptitle(f"{title}; {environment['gpu'] or 'CPU'}", fontsize=11)
+
+        figure = _figure((6.5 * _panels(rows, environment), 5), draw, {"font.size": 10})
+        figure.savefig(path, dpi=110)
+        paths.append(path)
+    return paths
+
+
+def vocab_groups(rows: list[Row]) -> dict[Group, list[Row]]:
+    """Measured rows that differ in vocab and implementation only, where there are two vocabs."""
+    groups: dict[Group, list[Row]] = defaultdict(list)
+    for row in rows:
+        if time_us(row) is not None:
+            groups[row["tokens"], row["dtype"], row["inputs"], row["phase"]].append(row)
+    return {
+        key: group
+        for key, group in sorted(groups.items())
+        if len({row["vocab"] for row in group}) > 1
+    }
+
+
+def floors_of(rows: list[Row], environment: dict[str, Any]) -> dict[int, float]:
+    tb_s = environment.get("datasheet_tb_s")
+    floors = {row["vocab"]: floor_us(row["bytes"], tb_s) for row in rows if row["bytes"] and tb_s}
+    return {vocab: us for vocab, us in floors.items() if us is not None}
+
+
+def _panels(rows: list[Row], environment: dict[str, Any]) -> int:
+    return 2 if floors_of(rows, environment) else 1
+
+
+def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> None:
+    """Time against vocab; on a second panel its ratio to the floor, where there is one."""
+    floors = floors_of(rows, environment)
+    for name in implementations_of(rows):
+        line = sorted((r["vocab"], time_us(r)) for r in rows if r["implementation"] == name)
+        style = line_style(name)
+        panels[0].plot([v for v, _ in line], [us for _, us in line], label=name, **style)
+        if floors:
+            known = [(v, us / floors[v]) for v, us in line if v in floors]
+            panels[1].plot([v for v, _ in known], [ratio for _, ratio in known], **style)
+    kernel = {row["kernel_us"] is not None for row in rows}
+    clock = {(True,): "kernel time", (False,): "wall time"}.get(
+        tuple(kernel), "kernel or wall time"
+    )
+    panels[0].set_ylabel(f"µs per call ({clock}, median)")
+    if floors:
+        line = sorted(floors.items())
+        label = f"floor ({environment['datasheet_tb_s']} TB/s)"
+        panels[0].plot([v for v, _ in line], [us for _, us in line], label=label, color=INK)
+        panels[1].axhline(1.0, color=INK)
+        panels[1].set_ylabel("time / floor")
+    for panel in panels:
+        _vocab_axis(panel, sorted({row["vocab"] for row in rows}))
+        panel.set_yscale("log")
+        panel.grid(True, which="both", alpha=0.25)
+    _plain_ticks(panels[0].yaxis)
+    if floors:
+        _plain_ticks(panels[1].yaxis, RATIOS)
+
+
+def _vocab_axis(axes: Any, vocabs: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    # 50257 and 151936 sit too close to powers of two for two labels.
+    ticks = [v for v in vocabs if v & (v - 1) == 0] or vocabs
+    axes.set_xticks(ticks, [str(v) for v in ticks])
+    axes.tick_params(axis="x", which="minor", bottom=False)
+    axes.set_xlabel("vocab")
+
+
+def _plain_ticks(axis: Any, marks: tuple[float, ...] | None = None) -> None:
+    """Numbers without powers on a log axis, at marks of its own or at 1, 2 and 5."""
+    from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, StrMethodFormatter
+
+    low, high = axis.get_view_interval()
+    # From 1 to 1000 and more the powers of ten suffice.
+    locator = LogLocator(subs=(1,) if high > 5000 * low else (1, 2, 5), numticks=20)
+    if marks is not None:
+        locator = FixedLocator([x for x in marks if low <= x <= high])
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def colour_number(name: str) -> int:
+    """Index into COLOURS and MARKERS."""
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def line_style(name: str) -> dict[str, Any]:
+    own = name in KERNELS
+    return {
+        "color": COLOURS[colour_number(name)],
+        "marker": MARKERS[colour_number(name)],
+        "markersize": 5 if own else 4,
+        "linewidth": 2 if own else 1.2,
+        "linestyle": "-" if own else "--",
+    }
+
+
+# --- for the page --------------------------------------------------------------------------------
+
+
+def _figure(
+    size: tuple[float, float], draw: Callable[[Any], None], more: dict[str, Any] | None = None
+) -> Any:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(SETTINGS | (more or {})):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure)
+    return figure
+
+
+def _svg(name: str, label: str, size: tuple[float, float], draw: Callable[[Any], None]) -> str:
+    """A figure as an SVG element: no names of its own, ink and colours from the page's CSS."""
+    import matplotlib
+
+    figure = _figure(size, draw)
+    buffer = io.StringIO()
+    with matplotlib.rc_context(SETTINGS | {"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    text = text.replace("xlink:href", "href")
+    text = re.sub(r' id="[\w.]+_\d+"', "", text)  # only those of markers and clips are referred to
+    text = text.replace(INK, "currentColor")
+    for index, colour in enumerate(COLOURS):
+        text = text.replace(colour, f"var(--series-{index})")
+    shape = re.search(r'viewBox="[^"]*"', text)
+    head = f'<svg role="img" aria-label="{escape(label)}" {shape[0] if shape else ""}>'
+    return re.sub(r"<svg[^>]*>", lambda _: head, text, count=1)
+
+
+def times_svg(group: Group, rows: list[Row], environment: dict[str, Any]) -> str:
+    """Time against vocab, and below it time over floor."""
+    tokens, dtype, kind, phase = group
+    panels = _panels(rows, environment)
+
+    def draw(figure: Any) -> None:
+        draw_times(figure.subplots(panels, 1, squeeze=False)[:, 0], rows, environment)
+
+    label = f"Time against vocab, {phase}: {tokens} tokens, {dtype}, {kind} inputs"
+    return _svg(f"times {group}", label, (4.6, 2.9 * panels), draw)
+
+
+def roofline_svg(phase: str, rows: list[Row], environment: dict[str, Any]) -> str:
+    """Achieved TB/s against the bytes to move, below the datasheet's and the copies' bandwidth."""
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for name in implementations_of(rows):
+            _roofline_points(axes, name, [r for r in rows if r["implementation"] == name])
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        _roofs(axes, environment)
+        _plain_ticks(axes.xaxis)
+        axes.set_xlabel("MB to move")
+        axes.set_ylabel("TB/s achieved")
+        axes.grid(True, alpha=0.25)
+
+    label = f"Achieved bandwidth of each implementation, {phase}"
+    return _svg(f"roofline {phase}", label, (4.6, 3.3), draw)
+
+
+def _roofline_points(axes: Any, name: str, rows: list[Row]) -> None:
+    """Filled markers for float32, hollow ones for the 16-bit dtypes."""
+    style = line_style(name) | {"linewidth": 1.2}
+    for dtype in sorted({row["dtype"] for row in rows}):
+        points = sorted((r["bytes"] / 1e6, achieved_tb_s(r)) for r in rows if r["dtype"] == dtype)
+        face = style["color"] if dtype == "float32" else "none"
+        axes.plot([x for x, _ in points], [y for _, y in points], markerfacecolor=face, **style)
+
+
+def _roofs(axes: Any, environment: dict[str, Any]) -> None:
+    copies = sorted(measured_copies(environment).items(), key=lambda item: -item[1])
+    for index, (_, tb_s) in enumerate(copies):
+        axes.axhline(tb_s, color=INK, linewidth=0.8, linestyle=(":", "-.")[index % 2])
+    if copies:  # one label: the lines are too close for two
+        label = "copy: " + ", ".join(f"{tb_s:.2f} ({by})" for by, tb_s in copies)
+        _roof_label(axes, label, copies[0][1])
+    datasheet = environment.get("datasheet_tb_s")
+    if datasheet:
+        axes.axhline(datasheet, color=INK)
+        _roof_label(axes, f"datasheet: {datasheet:g} TB/s", datasheet)
+    roof = max([datasheet or 0, *(tb_s for _, tb_s in copies)])
+    axes.set_ylim(0, max(axes.get_ylim()[1], 1.12 * roof))
+
+
+def _roof_label(axes: Any, text: str, height: float) -> None:
+    place = axes.get_yaxis_transform()
+    axes.text(0.01, height, text, transform=place, va="bottom", fontsize=8)
+
+
+def memory_svg(per_element: dict[str, dict[str, float]]) -> str:
+    """Bars of the bytes kept per element, by implementation and dtype."""
+    names = list(per_element)
+    dtypes = sorted({dtype for kept in per_element.values() for dtype in kept}, reverse=True)
+    offsets = {d: (i - (len(dtypes) - 1) / 2) * 0.38 for i, d in enumerate(reversed(dtypes))}
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for row, name in enumerate(names):
+            colour = COLOURS[colour_number(name)]
+            for dtype, value in per_element[name].items():
+                place = row - offsets[dtype]
+                filled = {"alpha": 0.8} if dtype == "float32" else {"fill": False}
+                axes.barh(place, value, 0.34, color=colour, edgecolor=colour, **filled)
+                axes.text(value, place, f" {number(value, '.2f')} {dtype}", va="center", fontsize=8)
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.margins(x=0.35)
+        axes.set_xlabel("bytes kept per element")
+        axes.spines[["top", "right"]].set_visible(False)
+
+    label = "Bytes kept between forward and backward per element, by implementation"
+    return _svg("memory", label, (4.6, 0.8 + 0.45 * len(names)), draw)
+
+
+def swatch_svg(name: str | None, salt: str) -> str:
+    """The line and marker that stand for an implementation, or for the floor."""
+
+    def draw(figure: Any) -> None:
+        figure.set_layout_engine("none")
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.axis("off")
+        style = {"color": INK} if name is None else line_style(name)
+        axes.plot([0, 1, 2], [0, 0, 0], markevery=[1], **style)
+
+    return _svg(f"{salt} {name}", name or "floor", (0.45, 0.16), draw)
