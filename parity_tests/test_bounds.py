@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from parity_tests import inputs, routes
+from tvd_core import config
 from tvd_core.contract import REDUCTIONS
 
 torch = pytest.importorskip("torch")
@@ -94,6 +95,25 @@ def test_kernels_stay_inside_of_their_arguments(bounds: Bounds, vocab: int, dtyp
     assert bounds.touched > 10 * vocab
     # Bytes of codes are shared by 4 elements, but each has one writer; so has everything else.
     assert bounds.written_twice == 0
+
+
+@pytest.mark.parametrize("vocab", [17, 2035, 2049, 4160])
+def test_the_backward_asks_ahead_for_codes_that_exist(
+    bounds: Bounds, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a row of 2035 there are 2 windows for 1 tile of codes."""
+    from triton import language
+
+    from tvd_core import triton_kernels
+
+    p, q = inputs.rows(34, vocab)
+    monkeypatch.setattr(config, "BACKWARD_PREFETCH", 64)
+    ROUTE.run(p, q, wrt="p")
+    assert bounds.outside == 0
+    asked, bounds.touched = bounds.touched, 0
+    monkeypatch.setattr(triton_kernels, "PREFETCHED", language.constexpr(128))  # for none of them
+    ROUTE.run(p, q, wrt="p")
+    assert asked > bounds.touched > 0
 
 
 def test_an_address_outside_is_seen(bounds: Bounds) -> None:

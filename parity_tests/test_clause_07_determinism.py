@@ -8,6 +8,7 @@ import pytest
 from parity_tests import inputs, routes
 from parity_tests.oracle import assert_same_bits, divisor_float32, gradient_float32
 from parity_tests.routes import Route
+from tvd_core import config
 from tvd_core.contract import LANES, code_tiles
 from tvd_core.reference import (
     pack_codes,
@@ -178,6 +179,22 @@ def test_clause_07_at_least_two_kernels_are_compared() -> None:
     if not PAIRS:
         pytest.skip(f"one kernel route only; {'; '.join(missing)}")
     assert len({route.framework for pair in PAIRS for route in pair}) == 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("vocab", [1271, 4096, 4160])
+def test_clause_07_bits_where_the_codes_stay_in_l2(
+    kernel_route: Route, vocab: int, dtype: str
+) -> None:
+    """From so many tokens on the forward reads in another way, on a GPU."""
+    if not kernel_route.compiled_on_gpu:
+        pytest.skip("needs a CUDA GPU")
+    p, q = inputs.rows(config.STREAM_TOKENS + 1, vocab, dtype)
+    forward = kernel_route.forward(p, q)
+    assert_same_bits("per_token", forward.per_token, per_token_float32(p, q))
+    assert_same_bits(
+        "codes", unpack_codes(forward.codes, vocab), unpack_codes(pack_codes(p, q), vocab)
+    )
 
 
 def test_clause_07_same_bits_from_run_to_run(route: Route) -> None:

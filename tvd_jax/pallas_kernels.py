@@ -802,6 +802,7 @@ def backward(
     per_element = upstream.ndim == 2
     tiling = _Tiling.of(tokens, vocab, [*wanted, *([jnp.float32] if per_element else [])])
 
+    blocks = tokens * tiling.tiles
     inputs = [codes, tiling.gmem_view(upstream) if per_element else upstream.reshape(-1)]
     inputs += [] if divisor is None else [divisor.reshape(1)]
     inputs += [] if row_weights is None else [row_weights]
@@ -820,8 +821,9 @@ def backward(
 
         block = lax.axis_index("block")
         row, tile = lax.div(block, _i32(tiling.tiles)), lax.rem(block, _i32(tiling.tiles))
-        if not compat.interpreting():
-            _prefetch_codes(codes_gmem, block, tokens * tiling.tiles)
+        # Not where the number of a block to come would overflow.
+        if not compat.interpreting() and blocks + 2 * config.BACKWARD_PREFETCH < 2**31:
+            _prefetch_codes(codes_gmem, block, blocks)
         w = None if weights_gmem is None else weights_gmem[row]
         if per_element:
             upstream_smem, barrier = rest
@@ -866,7 +868,6 @@ def backward(
         else:
             tiling.full_or_tail(tile, by_table, by_select)
 
-    blocks = tokens * tiling.tiles
     outputs = list(_call(body, "tvd_backward", out_type, blocks, scratch, inputs))
     return [None if dtype is None else outputs.pop(0) for dtype in dtypes]
 
