@@ -41,6 +41,26 @@ def test_clause_04_ignored_rows_may_hold_anything(
     assert not poisoned.dp[[0, 2]].any() and not poisoned.dq[[0, 2]].any()
 
 
+@pytest.mark.parametrize("reduction", ["batchmean", "per_token", "none"])
+@pytest.mark.parametrize("how", ["labels", "weights"])
+def test_clause_04_ignored_rows_may_hold_anything_in_whole_tiles(
+    kernel_route: Route, reduction: str, how: str
+) -> None:
+    """The kernels take tiles that are aligned and full on a way of their own."""
+    vocab = 4160  # two of them, and a part of one
+    p, q = inputs.rows(TOKENS, vocab)
+    p[0], q[2, 1] = np.nan, np.inf
+    shape = {"none": (TOKENS, vocab), "per_token": (TOKENS,)}.get(reduction, ())
+    upstream = np.full(shape, 3.0)
+    if shape:
+        upstream[0] = np.nan
+    result = oracle.check(
+        kernel_route, p, q, **ignoring(how), reduction=reduction, upstream=upstream
+    )
+    assert np.isfinite(result.loss).all()
+    assert not result.dp[[0, 2]].any() and not result.dq[[0, 2]].any()
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("how", ["labels", "weights"])
 def test_clause_04_no_token_kept(route: Route, reduction: str, how: str) -> None:

@@ -50,6 +50,19 @@ def test_clause_05_upstream_that_is_not_finite(
     assert not np.isfinite(result.dp[0, 1]) and not np.isfinite(result.dq[0, 1])
 
 
+@pytest.mark.parametrize("dtype", inputs.DTYPES)
+@pytest.mark.parametrize("upstream", [np.nan, np.inf])
+def test_clause_05_upstream_that_is_not_finite_in_whole_tiles(
+    kernel_route: Route, upstream: float, dtype: str
+) -> None:
+    p, q = (inputs.cast(np.tile(x, (2, 2080)), dtype) for x in ([[0.5, 0.5]], [[0.5, 0.25]]))
+    result = kernel_route.run(p, q, np.array([1, -100], np.int32), upstream=upstream)
+    for gradient in (result.dp.astype(np.float32), result.dq.astype(np.float32)):
+        assert not gradient[1].any()
+        assert np.isnan(gradient[0, 0::2]).all()
+        assert not np.isfinite(gradient[0, 1::2]).any()
+
+
 @pytest.mark.parametrize("reduction", ["batchmean", "mean"])
 def test_clause_05_fp16_gradient_does_not_underflow_on_the_way(
     route: Route, reduction: str

@@ -97,6 +97,19 @@ def test_clause_07_bits_do_not_depend_on_the_pallas_grid(
     jax.clear_caches()
 
 
+def test_clause_07_both_frameworks_ask_ahead_alike() -> None:
+    for package in ("triton", "jax"):
+        pytest.importorskip(package)
+    from tvd_core import triton_kernels
+    from tvd_jax import pallas_kernels, pallas_ptx
+
+    each = triton_kernels.PREFETCHED.value
+    assert each == pallas_ptx.PREFETCHED
+    assert each * LANES == 128 * pallas_kernels.WARPGROUP  # 128 bytes a thread
+    assert config.BACKWARD_PREFETCH % each == 0
+    assert triton_kernels.STEP.value == pallas_kernels.REDUCE_TILE
+
+
 def test_clause_07_the_triton_kernels_use_the_contracts_constants() -> None:
     triton_kernels = pytest.importorskip("tvd_core.triton_kernels")
     from tvd_core import config, contract

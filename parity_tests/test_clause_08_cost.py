@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parity_tests import inputs, oracle, routes
+from parity_tests import child, inputs, oracle, routes
 from parity_tests.routes import Route
 from tvd_core.contract import LANES, code_tiles
 
@@ -358,6 +358,45 @@ def test_clause_08_triton_compiles_once_for_all_token_counts_and_ignore_indices(
     for tokens, ignore_index in ((1, -100), (16, 0), (33, 1), (4, 2**40)):
         step(tokens, ignore_index)
     assert before > 0 and compiled() == before
+
+
+_KEYS = """
+import itertools, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from tvd_core import triton_kernels as kernels
+from tvd_torch.triton_launch import _key
+
+backend = make_backend(GPUTarget("cuda", 90, 32))
+x, half, labels = torch.zeros(8), torch.zeros(8).half(), torch.zeros(8, dtype=torch.int64)
+numbers = (-100, 0, 1, 16, 2**31, 2**40, -(2**40))
+choices = {
+    "p_ptr": (x, half), "q_ptr": (x, half), "labels_ptr": (labels, labels.int()),
+    "weights_ptr": (x, half), "ignore_index": numbers, "vocab": numbers, "tokens": numbers,
+    "divisor": (1.0, 3e9), "divisor_factor": (1.0, 4096.0),
+}
+checked = 0
+for kernel in (kernels.tvd_forward_kernel, kernels.tvd_reduce_kernel, kernels.tvd_backward_kernel):
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    names = [p.name for p in kernel.params if not p.is_constexpr]
+    flags = {p.name: 0 for p in kernel.params if p.is_constexpr}
+    compiled = {}
+    for arguments in itertools.product(*(choices.get(name, (x,)) for name in names)):
+        specialization = str(bind(*arguments, **flags)[1])
+        assert compiled.setdefault(_key(arguments), specialization) == specialization, arguments
+        checked += 1
+    assert 1 < len(compiled) < checked
+assert _key((x[1:],)) is None and _key((x[4:],)) is not None
+print(checked)
+"""
+
+
+def test_clause_08_the_key_of_a_launch_says_all_that_triton_compiles_for() -> None:
+    """Else a kernel that was compiled for other arguments would be launched."""
+    for package in ("torch", "triton"):
+        pytest.importorskip(package)
+    assert int(child.run(_KEYS, without=("TRITON_INTERPRET",))) > 100
 
 
 @needs_cuda

@@ -1,6 +1,8 @@
 """Contract clause 12: the named implementation is used, or the call says why not and what to do."""
 
 import concurrent.futures
+import importlib.util
+import sys
 import threading
 from typing import Any
 
@@ -241,6 +243,62 @@ def test_clause_12_pallas_refuses_what_would_overflow(shape: tuple[int, ...]) ->
         trace(*shape)
     assert trace(*shape[:-1], shape[-1] - 1).shape == ()  # aligned
     assert trace(62, 2**25 + 1).shape == ()  # fewer elements
+
+
+@pytest.mark.parametrize("vocab", [2**31 - 4095, 2**31 + 16])
+def test_clause_12_kernels_refuse_rows_beyond_32_bits(vocab: int) -> None:
+    """In the same words; nothing is read, so the rows need no memory."""
+    words = f"takes a vocab of at most {2**31 - 4096}, got {vocab}: use implementation"
+    if importlib.util.find_spec("torch") and routes.get("torch-triton").can_run:
+        import torch
+
+        from tvd_torch import tvd_loss
+
+        rows = torch.zeros(1, device=routes.get("torch-triton").array(P).device).expand(1, vocab)
+        with pytest.raises(ValueError, match=f"'triton' {words} 'eager'"):
+            tvd_loss(rows, rows, implementation="triton")
+    if importlib.util.find_spec("jax"):
+        import jax
+
+        from tvd_jax import compat
+        from tvd_jax import tvd_loss as jax_loss
+
+        rows = jax.ShapeDtypeStruct((1, vocab), "float32")
+        with compat.assume_cuda(), pytest.raises(ValueError, match=f"'pallas' {words} 'xla'"):
+            jax.eval_shape(lambda p, q: jax_loss(p, q, implementation="pallas"), rows, rows)
+
+
+@pytest.mark.parametrize("gpu", ["Turing", "AMD"])
+def test_clause_12_torch_on_a_gpu_without_the_kernels(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from tvd_torch import triton_launch
+
+    monkeypatch.setattr(triton_launch, "_interpreting", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    monkeypatch.setattr(torch.version, "hip", "6.4" if gpu == "AMD" else None)
+    reason = triton_launch._unavailable_reason.__wrapped__()
+    right = "NVIDIA GPUs" if gpu == "AMD" else "Ampere generation (compute capability 8.0) or newer"
+    assert right in reason and "use implementation 'eager'" in reason
+
+
+def test_clause_12_pallas_with_another_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version that has renamed what the PTX is written with is told so, not met by a crash."""
+    pytest.importorskip("jax")
+    import tvd_jax
+    from tvd_jax import compat, pallas_ptx
+
+    assert pallas_ptx.importable()
+    monkeypatch.setattr(compat, "gpu_compute_capability", lambda: (9, 0))
+    assert tvd_jax.available_implementations()["pallas"] is None
+    monkeypatch.setitem(sys.modules, "jaxlib.mlir.dialects.llvm", None)
+    monkeypatch.delattr("jaxlib.mlir.dialects.llvm", raising=False)
+    assert not pallas_ptx.importable()
+    reason = tvd_jax.available_implementations()["pallas"]
+    assert reason is not None and "PTX" in reason and "use implementation 'triton' or" in reason
 
 
 def test_clause_12_pallas_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,10 @@ TILE = LANES * CODES_PER_BYTE
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
+KERNEL_VOCAB = 2**31 - 4096  # positions in a row, up to two tiles beyond it, are 32 bits wide
+# Compute capabilities of the first GPUs with what the kernels use: L2 eviction policies, TMA.
+TRITON_CAPABILITY = (8, 0)
+PALLAS_CAPABILITY = (9, 0)
 # Float32 without its subnormal numbers: XLA takes those for 0 on a CPU, 1e-30 / 1e-40 is inf there.
 FLOAT32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -75,8 +79,8 @@ def check_implementation(implementation: Any, names: tuple[str, ...]) -> None:
 def check_ignore_index(ignore_index: Any) -> None:
     """Raises unless ``ignore_index`` is an integer that fits in 64 bits."""
     # Not a tensor: to read it would synchronise with the device.
-    is_int = type(ignore_index) is int  # an abstract class is asked only if need be: 1 us
-    if not is_int and (
+    # The type first, because to ask an abstract class takes longer.
+    if type(ignore_index) is not int and (
         isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral)
     ):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
@@ -187,6 +191,23 @@ def check_inputs(
             other = device_of(array)
             if other is not None and other != device:
                 raise ValueError(f"{name} must be on the device of p ({device}), got {other}")
+
+
+def capability_message(needed: tuple[int, int], found: tuple[int, int], remedy: str) -> str:
+    """Words for a GPU that is too old for an implementation."""
+    generation = {TRITON_CAPABILITY: "Ampere", PALLAS_CAPABILITY: "Hopper"}[needed]
+    return (
+        f"it needs a GPU of the {generation} generation (compute capability "
+        f"{needed[0]}.{needed[1]}) or newer, this one has {found[0]}.{found[1]}: use {remedy}"
+    )
+
+
+def kernel_vocab_message(implementation: str, vocab: int, remedy: str) -> str:
+    """Words for rows whose positions do not fit in 32 bits."""
+    return (
+        f"implementation {implementation!r} takes a vocab of at most {KERNEL_VOCAB}, got {vocab}: "
+        f"use implementation {remedy!r}"
+    )
 
 
 def constant_message(name: str) -> str:

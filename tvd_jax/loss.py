@@ -13,19 +13,23 @@ from jax.custom_derivatives import SymbolicZero
 
 from tvd_core.contract import (
     KERNEL_DTYPES,
+    KERNEL_VOCAB,
+    PALLAS_CAPABILITY,
+    TRITON_CAPABILITY,
     as_number,
+    capability_message,
     check_implementation,
     check_inputs,
     constant_message,
     dtype_name,
     kernel_dtype_message,
+    kernel_vocab_message,
 )
-from tvd_jax import compat, triton_launch, xla
+from tvd_jax import compat, pallas_ptx, triton_launch, xla
 
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 _ARRAY_TYPES = (jax.Array, np.ndarray)
-_ARCHITECTURE = {(8, 0): "Ampere", (9, 0): "Hopper"}
-_MINIMUM_CAPABILITY = {"pallas": (9, 0), "triton": (8, 0)}
+_CAPABILITY = {"pallas": PALLAS_CAPABILITY, "triton": TRITON_CAPABILITY}
 
 
 def available_implementations() -> dict[str, str | None]:
@@ -43,17 +47,18 @@ def _unavailable_reason(implementation: str) -> str | None:
         if package is not None:
             return f"{package} is not installed: pip install {package}, or use {_others('triton')}"
     capability = compat.gpu_compute_capability()
-    needed = _MINIMUM_CAPABILITY[implementation]
+    needed = _CAPABILITY[implementation]
     if capability is None:
         return (
             "JAX sees no CUDA GPU: install jax[cuda12] or jax[cuda13] on a machine with one, or "
             f"use {_others(implementation)}"
         )
     if capability < needed:
+        return capability_message(needed, capability, _others(implementation))
+    if implementation == "pallas" and not pallas_ptx.importable():
         return (
-            f"it needs a GPU of the {_ARCHITECTURE[needed]} generation (compute capability "
-            f"{needed[0]}.{needed[1]}) or newer, this one has {capability[0]}.{capability[1]}: use "
-            f"{_others(implementation)}"
+            f"JAX {jax.__version__} has other names for what the kernels' PTX is written with: "
+            f"use {_others(implementation)}"
         )
     return None
 
@@ -83,7 +88,7 @@ def _choose_implementation(p: Any, q: Any, implementation: str | None) -> str:
     on_gpu = _platform(p, q) in ("gpu", "cuda")
     in_kernel_dtypes = all(dtype_name(x) in KERNEL_DTYPES for x in (p, q))
     if implementation is None:
-        if not (on_gpu and in_kernel_dtypes):
+        if not (on_gpu and in_kernel_dtypes and p.shape[-1] <= KERNEL_VOCAB):
             return "xla"
         large = _too_large_for_pallas(p, q)
         usable = (x for x in IMPLEMENTATIONS if not (x == "pallas" and large))
@@ -96,6 +101,8 @@ def _choose_implementation(p: Any, q: Any, implementation: str | None) -> str:
     if not in_kernel_dtypes:
         name, x = ("p", p) if dtype_name(p) not in KERNEL_DTYPES else ("q", q)
         raise TypeError(kernel_dtype_message(implementation, name, dtype_name(x), "xla"))
+    if p.shape[-1] > KERNEL_VOCAB:
+        raise ValueError(kernel_vocab_message(implementation, p.shape[-1], "xla"))
     if implementation == "pallas" and _too_large_for_pallas(p, q):
         raise ValueError(
             "implementation 'pallas' takes no p of 2**31 elements or more in rows of 2**25 or more "

@@ -1,4 +1,4 @@
-"""What the backward does in PTX, because Pallas has no primitive for it.
+"""What the kernels do in PTX, because Pallas has no primitive for it.
 
 Byte permutations, stores and loads that say what is to leave L2 first, and prefetches. Pallas's
 interpreter knows no assembly: there the kernels take their other ways, which do the same.
@@ -9,25 +9,46 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from tvd_core.contract import LANES
 
+_SHARED = 3  # NVPTX's address space of shared memory
 PREFETCHED = 32  # blocks whose codes one block prefetches: 16 KiB, 128 bytes a thread
+
+
+def importable() -> bool:
+    """Whether this version of JAX has what ``_run`` takes from inside of it."""
+    try:
+        from jax.experimental.mosaic.gpu.utils import memref_ptr  # noqa: F401
+        from jax.extend.mlir import ir  # noqa: F401
+        from jaxlib.mlir.dialects import llvm  # noqa: F401
+    except ImportError:
+        return False
+    return hasattr(plgpu, "inline_mgpu")
 
 
 def _run(asm: str, refs: Sequence[Any], scalars: Sequence[Any]) -> None:
     """Runs PTX in every thread; ``$0, $1, ...`` are the addresses of the refs, then the scalars."""
+    from jax.experimental.mosaic.gpu.utils import memref_ptr
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    assert all(np.dtype(x.dtype).itemsize == 4 for x in scalars)
     letters = ["f" if jnp.issubdtype(x.dtype, jnp.floating) else "r" for x in scalars]
 
+    def address(ref: Any) -> tuple[str, Any]:
+        """64 bits of global memory, 32 bits of shared memory."""
+        pointer = memref_ptr(ref)
+        shared = llvm.PointerType(pointer.type).address_space == _SHARED
+        integer = ir.IntegerType.get_signless(32 if shared else 64)
+        return "r" if shared else "l", llvm.ptrtoint(integer, pointer)
+
     def inline(_: Any, *values: Any) -> None:
-        pointers = [mgpu_utils.memref_ptr(x) for x in values[: len(refs)]]
+        addresses = [address(x) for x in values[: len(refs)]]
         numbers = [x.registers.item() for x in values[len(refs) :]]
-        constraints = ",".join(["l" if _is_global(x) else "r" for x in pointers] + letters)
-        void, arguments = ir.Type.parse("!llvm.void"), [*map(_address, pointers), *numbers]
+        constraints = ",".join([letter for letter, _ in addresses] + letters)
+        arguments, void = [x for _, x in addresses] + numbers, ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, arguments, asm, constraints, has_side_effects=True)
 
     types = (*[plgpu.RefType()] * len(refs), *[plgpu.Layout.WG_SPLAT] * len(scalars))
@@ -42,23 +63,13 @@ _FIRST_THREAD = """
 """
 
 
-def _is_global(pointer: Any) -> bool:
-    return llvm.PointerType(pointer.type).address_space != mgpu_utils.WORKGROUP_NVPTX_ADDRESS_SPACE
-
-
-def _address(pointer: Any) -> Any:
-    """The address as an integer: 64 bits of global, 32 bits of shared memory."""
-    width = 64 if _is_global(pointer) else 32
-    return llvm.ptrtoint(ir.IntegerType.get_signless(width), pointer)
-
-
-# Barriers of a ring of copies that leave L2 first: two words of shared memory each, because inline
-# code takes no barrier of Pallas's.
+# Barriers of a ring of copies that leave L2 first: two words of shared memory each, at a multiple
+# of 8 bytes, because inline code takes no barrier of Pallas's.
 BARRIER_WORDS = 2
 
 
 def init_barriers(barriers_smem: Any, arrivals: int) -> None:
-    """Makes the words barriers that wait for so many copies each."""
+    """Makes the words barriers, whose phases end after ``arrivals`` copies each."""
     count = barriers_smem.size // BARRIER_WORDS
     inits = "\n".join(
         f"@first_thread mbarrier.init.shared::cta.b64 [$0 + {8 * i}], {arrivals};"
@@ -74,12 +85,12 @@ def init_barriers(barriers_smem: Any, arrivals: int) -> None:
 
 
 def wait(barrier_smem: Any, parity: Any) -> None:
-    """Waits until a barrier's copies have arrived, for the ``parity``-th (0, 1, 0, ...) time."""
+    """Waits for the end of the phase of this parity: 0 in a barrier's first use, then 1, 0, ..."""
     asm = """{
         .reg .pred arrived;
         again:
         mbarrier.try_wait.parity.shared::cta.b64 arrived, [$0], $1;
-        @!arrived bra.uni again;
+        @!arrived bra again;
     }"""
     _run(asm, [barrier_smem], [parity])
 
@@ -87,6 +98,7 @@ def wait(barrier_smem: Any, parity: Any) -> None:
 def copy_streamed(x_gmem: Any, x_smem: Any, barrier_smem: Any) -> None:
     """``plgpu.copy_gmem_to_smem`` of what is to leave L2 first; a multiple of 16 bytes."""
     size = x_gmem.size * np.dtype(x_gmem.dtype).itemsize
+    assert size % 16 == 0
     copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
     asm = f"""{{
         {_FIRST_THREAD}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tvd_core.contract import (
     KERNEL_DTYPES,
+    KERNEL_VOCAB,
     LANES,
     as_number,
     check_ignore_index,
@@ -19,6 +20,7 @@ from tvd_core.contract import (
     constant_message,
     dtype_name,
     kernel_dtype_message,
+    kernel_vocab_message,
 )
 from tvd_torch import eager, triton_launch
 
@@ -36,7 +38,8 @@ def _choose_implementation(p: Tensor, q: Tensor, implementation: str | None) -> 
     check_implementation(implementation, IMPLEMENTATIONS)
     in_kernel_dtypes = p.dtype in _KERNEL_DTYPES and q.dtype in _KERNEL_DTYPES
     if implementation is None:
-        usable = p.is_cuda and in_kernel_dtypes and triton_launch.unavailable_reason() is None
+        fits = in_kernel_dtypes and p.shape[-1] <= KERNEL_VOCAB
+        usable = p.is_cuda and fits and triton_launch.unavailable_reason() is None
         return "triton" if usable else "eager"
     if implementation == "eager":
         return implementation
@@ -46,6 +49,8 @@ def _choose_implementation(p: Tensor, q: Tensor, implementation: str | None) -> 
     if not in_kernel_dtypes:
         name, x = ("p", p) if p.dtype not in _KERNEL_DTYPES else ("q", q)
         raise TypeError(kernel_dtype_message("triton", name, dtype_name(x), "eager"))
+    if p.shape[-1] > KERNEL_VOCAB:
+        raise ValueError(kernel_vocab_message("triton", p.shape[-1], "eager"))
     if not p.is_cuda and not (p.device.type == "cpu" and triton_launch.interpreting()):
         raise ValueError(
             f"implementation 'triton' needs tensors on a CUDA GPU, got p on {p.device}: "
@@ -142,9 +147,13 @@ def tvd_loss(
 
 
 def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation has a say, which autograd would hear."""
-    forward_mode = torch.autograd.forward_ad._current_level >= 0
-    return forward_mode or torch._C._are_functorch_transforms_active()
+    """Whether torch.func or forward-mode differentiation has a say, which autograd would hear.
+
+    Private names: where a version of PyTorch has others, every call goes through autograd.
+    """
+    forward_mode = getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+    return forward_mode or active()
 
 
 def _saveable(*constants: Tensor | None) -> tuple[Tensor | None, ...]:
