@@ -423,3 +423,35 @@ def test_clause_11_torch_vmap_is_refused_or_right(torch_route: Route) -> None:
     for i in range(2):
         right = torch_route.call(p[i], q[i])
         np.testing.assert_allclose(torch_route.numpy(mapped[i]), torch_route.numpy(right), 1e-6)
+
+
+@pytest.mark.parametrize("through", ["jvp", "dual numbers"])
+def test_clause_11_torch_compiled_forward_mode_is_refused_or_right(
+    torch_route: Route, through: str
+) -> None:
+    """The operators that a compiled loss calls have no such rule, and PyTorch would drop it."""
+    import torch
+    import torch.autograd.forward_ad as forward_ad
+
+    p, q = (torch_route.array(x) for x in inputs.rows(TOKENS, VOCAB))
+    tangent = torch.ones_like(p)
+    loss = TorchCall(torch_route.implementation, "sum")
+
+    def by_jvp(p: Any, q: Any, tangent: Any) -> Any:
+        return torch.func.jvp(lambda p: loss(p, q), (p,), (tangent,))[1]
+
+    torch._dynamo.reset()
+    try:
+        with torch_route.running():
+            if through == "jvp":
+                derivative = torch.compile(by_jvp, backend="aot_eager")(p, q, tangent)
+            else:
+                with forward_ad.dual_level():
+                    dual = forward_ad.make_dual(p, tangent)
+                    result = torch.compile(loss, backend="aot_eager")(dual, q)
+                    derivative = forward_ad.unpack_dual(result).tangent
+    except Exception:  # PyTorch wraps the reason in errors of many kinds
+        assert torch_route.is_kernel
+        return
+    assert derivative is not None
+    torch.testing.assert_close(derivative, 0.5 * torch.sign(p - q).sum())

@@ -28,15 +28,19 @@ TRITON_FORWARD_WARPS = 4
 
 
 # Where the codes fit in L2 (50 MB) besides what passes through, p and q are read to leave it first:
-# the codes stay there for the backward, and are not written to memory among the reads.
+# the codes stay there for the backward, and are not written to memory among the reads. With 134 MB of
+# codes (vocab 32768) it gains nothing, 1029 and 1031, and gives up asynchronous copies, 1007.
 STREAM_BYTES = 36 * 2**20
-STREAM_TOKENS = 1024  # fewer rows are bound by the loads in flight
+# Fewer rows need the asynchronous copies: 256 of 32768 take 17 with them and 34 without, 1024 of 4096
+# 11.8 and 11.4.
+STREAM_TOKENS = 1024
 
 
 def forward_stream(tokens: int, vocab: int, keep_codes: bool) -> bool:
-    """Whether p and q are the first to leave L2. With codes 119.6, not 129.2, at vocab 4096.
+    """Whether p and q are the first to leave L2.
 
-    At 8192 243.7, not 255.6; with 4096 rows of 32768, as many codes, 256.5 and 256.9.
+    With codes, Triton and Pallas: 119.6 and 123.8, not 129.2 and 133.6, at vocab 4096; 243.7 and
+    253.2, not 255.6 and 259.5, at 8192.
     """
     codes_bytes = tokens * code_tiles(vocab) * LANES
     return keep_codes and tokens >= STREAM_TOKENS and codes_bytes <= STREAM_BYTES

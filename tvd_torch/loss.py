@@ -139,6 +139,11 @@ def tvd_loss(
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
     arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, want_gradient)
     if torch.compiler.is_compiling():
+        if _forward_mode():
+            raise NotImplementedError(
+                "implementation 'triton' has no forward-mode derivative under torch.compile: use "
+                "implementation 'eager'"
+            )
         return _compiled_loss(*arguments)
     if not want_gradient and not _transformed():
         return triton_launch.forward(*arguments)[0]  # 15 us of host time less than through autograd
@@ -151,9 +156,12 @@ def _transformed() -> bool:
 
     Private names: where a version of PyTorch has others, every call goes through autograd.
     """
-    forward_mode = getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
     active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-    return forward_mode or active()
+    return _forward_mode() or active()
+
+
+def _forward_mode() -> bool:
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
 def _saveable(*constants: Tensor | None) -> tuple[Tensor | None, ...]:
