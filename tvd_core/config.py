@@ -28,11 +28,11 @@ TRITON_FORWARD_WARPS = 4
 
 
 # Where the codes fit in L2 (50 MB) besides what passes through, p and q are read to leave it first:
-# the codes stay there for the backward, and are not written to memory among the reads. With 134 MB of
-# codes (vocab 32768) it gains nothing, 1029 and 1031, and gives up asynchronous copies, 1007.
+# the codes stay there for the backward, and are not written to memory among the reads. With 134 MB
+# of codes (vocab 32768) it gains nothing, 1029 and 1031, and gives up asynchronous copies, 1007.
 STREAM_BYTES = 36 * 2**20
-# Fewer rows need the asynchronous copies: 256 of 32768 take 17 with them and 34 without, 1024 of 4096
-# 11.8 and 11.4.
+# Fewer rows need the asynchronous copies: 256 of 32768 take 17 with them and 34 without, 1024 of
+# 4096 11.8 and 11.4.
 STREAM_TOKENS = 1024
 
 
