@@ -210,6 +210,18 @@ def test_clause_07_bits_where_the_codes_stay_in_l2(
     )
 
 
+def test_clause_07_a_ring_of_copies_that_turns_often(kernel_route: Route) -> None:
+    """A tile a row, and some 20 rows a block: each barrier of Pallas's ring is used many times."""
+    if not kernel_route.compiled_on_gpu:
+        pytest.skip("needs a CUDA GPU")
+    p, q = inputs.rows(16000, 2048)
+    right = per_token_float32(p, q)
+    for _ in range(5):
+        forward = kernel_route.forward(p, q)
+        assert_same_bits("per_token", forward.per_token, right)
+    assert_same_bits("codes", forward.codes, pack_codes(p, q))
+
+
 def test_clause_07_same_bits_from_run_to_run(route: Route) -> None:
     p, q = inputs.rows(4, 3000)
     labels, weights, _ = weighting(4)
