@@ -4,6 +4,7 @@ Nothing here imports a framework. Tensors and arrays are looked at through ``sha
 only, so the checks work on PyTorch tensors, JAX arrays, tracers and fake tensors alike.
 """
 
+import math
 import numbers
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,16 @@ import numpy as np
 REDUCTIONS = ("batchmean", "sum", "mean", "none", "per_token")
 # Reductions that divide by the kept tokens, and so may be given another divisor.
 NORMALIZED_REDUCTIONS = ("batchmean", "mean")
+# Reductions of losses that have one value per token, and none per element.
+TOKEN_REDUCTIONS = ("batchmean", "sum", "mean", "per_token")
 
 # A row is summed by LANES lanes; TILE elements of a row share LANES bytes of 2-bit sign codes.
 LANES = 512
 CODES_PER_BYTE = 4
 TILE = LANES * CODES_PER_BYTE
+# The same of a row of logits, whose lanes are more because there is more to do for each element.
+LOGITS_LANES = 2048
+LOGITS_TILE = LOGITS_LANES * CODES_PER_BYTE
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -27,6 +33,9 @@ TRITON_CAPABILITY = (8, 0)
 PALLAS_CAPABILITY = (9, 0)
 # Float32 without its subnormal numbers: XLA takes those for 0 on a CPU, 1e-30 / 1e-40 is inf there.
 FLOAT32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+# What is multiplied with logits in base 2, log2(e) / temperature, is kept in this range: times -inf
+# it stays -inf (XLA takes subnormal numbers for 0 on a CPU), and times 1e8 it is finite.
+SCALE_RANGE = (2.0**-100, 2.0**100)
 INTEGER_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 # 0-d arrays and the numbers that are not `numbers.Real`, as ml_dtypes' bfloat16.
@@ -54,17 +63,17 @@ def _check_array(name: str, array: Any, array_type: Any, dtypes: tuple[str, ...]
         raise TypeError(f"{name} must be {_one_of(dtypes)}, got {dtype_name(array)}")
 
 
-def _check_per_token(name: str, array: Any, leading_shape: tuple[int, ...]) -> None:
+def _check_per_token(name: str, array: Any, of: str, leading_shape: tuple[int, ...]) -> None:
     if tuple(array.shape) != leading_shape:
         raise ValueError(
-            f"{name} must have the leading shape of p {leading_shape}, got {tuple(array.shape)}"
+            f"{name} must have the leading shape of {of} {leading_shape}, got {tuple(array.shape)}"
         )
 
 
-def check_reduction(reduction: Any) -> None:
-    """Raises ``ValueError`` unless ``reduction`` is one of ``REDUCTIONS``."""
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+def check_reduction(reduction: Any, reductions: tuple[str, ...] = REDUCTIONS) -> None:
+    """Raises ``ValueError`` unless ``reduction`` is one of ``reductions``."""
+    if not isinstance(reduction, str) or reduction not in reductions:
+        raise ValueError(f"reduction must be one of {', '.join(reductions)}, got {reduction!r}")
 
 
 def check_implementation(implementation: Any, names: tuple[str, ...]) -> None:
@@ -106,11 +115,47 @@ def _check_normalizer(normalizer: Any, array_type: Any, reduction: str) -> None:
                 "normalizer must have a real dtype (float or integer), "
                 f"got {dtype_name(normalizer)}"
             )
-    if _is_on_host(normalizer) and not _in_float32_range(normalizer):
+    if _is_on_host(normalizer):
+        _check_float32_range("normalizer", normalizer)
+
+
+def _check_float32_range(name: str, number: Any) -> None:
+    if not _in_float32_range(number):
         raise ValueError(
-            "normalizer must be positive and in float32's range (1.2e-38 to 3.4e38), "
-            f"got {normalizer!r}"
+            f"{name} must be positive and in float32's range (1.2e-38 to 3.4e38), got {number!r}"
         )
+
+
+def _check_number(name: str, number: Any) -> None:
+    """Raises ``TypeError`` unless it is Python's or NumPy's, whose value is known as it traces."""
+    scalar = isinstance(number, _NUMPY_TYPES) and number.shape == ()
+    if not (_is_number(number) or (scalar and dtype_name(number) in FLOAT_DTYPES + INTEGER_DTYPES)):
+        raise TypeError(f"{name} must be a Python or NumPy number, got {number!r}")
+
+
+def check_temperature(temperature: Any) -> None:
+    """Raises unless ``temperature`` is a positive number in float32's normal range."""
+    _check_number("temperature", temperature)
+    _check_float32_range("temperature", temperature)
+
+
+def check_factor(name: str, factor: Any) -> None:
+    """Raises unless ``factor`` is a number from 0 on that float32 holds."""
+    _check_number(name, factor)
+    value = factor.item() if isinstance(factor, _NUMPY_TYPES) else factor
+    if not 0 <= value <= FLOAT32_RANGE[1]:
+        raise ValueError(f"{name} must be finite in float32 and at least 0, got {factor!r}")
+
+
+def logit_scale(temperature: float) -> float:
+    """``1 / temperature``, as the softmax of logits multiplies with it: in ``SCALE_RANGE``."""
+    low, high = (bound / math.log2(math.e) for bound in SCALE_RANGE)
+    return min(max(1.0 / temperature, low), high)
+
+
+def base_2_scale(temperature: float) -> float:
+    """``logit_scale`` for exponentials to the base 2."""
+    return logit_scale(temperature) * math.log2(math.e)
 
 
 def _is_number(x: Any) -> bool:
@@ -146,6 +191,8 @@ def check_inputs(
     ignore_index: Any,
     array_type: Any,
     device_of: Callable[[Any], Any],
+    names: tuple[str, str] = ("p", "q"),
+    reductions: tuple[str, ...] = REDUCTIONS,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` for inputs that the contract excludes.
 
@@ -161,36 +208,39 @@ def check_inputs(
         array_type: what counts as a tensor or array in the calling framework.
         device_of: device of an array as something that compares and prints, or ``None`` if it is
             not known yet (a tracer).
+        names: what the caller's signature calls ``p`` and ``q``.
+        reductions: those that the calling loss has.
     """
-    check_reduction(reduction)
+    check_reduction(reduction, reductions)
     check_ignore_index(ignore_index)
-    _check_array("p", p, array_type, FLOAT_DTYPES)
-    _check_array("q", q, array_type, FLOAT_DTYPES)
+    of, other_of = names
+    _check_array(of, p, array_type, FLOAT_DTYPES)
+    _check_array(other_of, q, array_type, FLOAT_DTYPES)
     shape = tuple(p.shape)
     if len(shape) == 0:
-        raise ValueError(f"p must have shape [..., vocab], got shape {shape}")
+        raise ValueError(f"{of} must have shape [..., vocab], got shape {shape}")
     if shape[-1] == 0:
-        raise ValueError(f"p must have a vocab of at least 1, got shape {shape}")
+        raise ValueError(f"{of} must have a vocab of at least 1, got shape {shape}")
     if tuple(q.shape) != shape:
-        raise ValueError(f"q must have the shape of p {shape}, got {tuple(q.shape)}")
+        raise ValueError(f"{other_of} must have the shape of {of} {shape}, got {tuple(q.shape)}")
     if labels is not None:
         _check_array("labels", labels, array_type, INTEGER_DTYPES)
-        _check_per_token("labels", labels, shape[:-1])
+        _check_per_token("labels", labels, of, shape[:-1])
     if weights is not None:
         _check_array("weights", weights, array_type, FLOAT_DTYPES)
-        _check_per_token("weights", weights, shape[:-1])
+        _check_per_token("weights", weights, of, shape[:-1])
     if normalizer is not None:
         _check_normalizer(normalizer, array_type, reduction)
 
     device = device_of(p)
     if device is None:
         return
-    others = (("q", q), ("labels", labels), ("weights", weights), ("normalizer", normalizer))
+    others = ((other_of, q), ("labels", labels), ("weights", weights), ("normalizer", normalizer))
     for name, array in others:
         if isinstance(array, array_type):
             other = device_of(array)
             if other is not None and other != device:
-                raise ValueError(f"{name} must be on the device of p ({device}), got {other}")
+                raise ValueError(f"{name} must be on the device of {of} ({device}), got {other}")
 
 
 def capability_message(needed: tuple[int, int], found: tuple[int, int], remedy: str) -> str:
@@ -223,4 +273,12 @@ def kernel_dtype_message(implementation: str, name: str, dtype: str, remedy: str
     return (
         f"implementation {implementation!r} takes {_one_of(KERNEL_DTYPES)}, got {name} {dtype}: "
         f"cast it or use implementation {remedy!r}"
+    )
+
+
+def no_elements_message(implementation: str, remedy: str) -> str:
+    """Words for the loss of each element, which the kernels that read logits do not write."""
+    return (
+        f"implementation {implementation!r} has no reduction 'none' for logits: use implementation "
+        f"{remedy!r}"
     )

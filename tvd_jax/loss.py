@@ -15,6 +15,7 @@ from tvd_core.contract import (
     KERNEL_DTYPES,
     KERNEL_VOCAB,
     PALLAS_CAPABILITY,
+    REDUCTIONS,
     TRITON_CAPABILITY,
     as_number,
     capability_message,
@@ -82,7 +83,9 @@ def _platform(*arrays: Any) -> str:
     return jax.default_backend()
 
 
-def _choose_implementation(p: Any, q: Any, implementation: str | None) -> str:
+def choose_implementation(
+    p: Any, q: Any, implementation: str | None, names: tuple[str, str] = ("p", "q")
+) -> str:
     """Resolves ``None`` by hardware; fails for a named one that these inputs cannot use."""
     check_implementation(implementation, IMPLEMENTATIONS)
     on_gpu = _platform(p, q) in ("gpu", "cuda")
@@ -99,20 +102,20 @@ def _choose_implementation(p: Any, q: Any, implementation: str | None) -> str:
     if reason is not None:
         raise ValueError(f"implementation {implementation!r} cannot run: {reason}")
     if not in_kernel_dtypes:
-        name, x = ("p", p) if dtype_name(p) not in KERNEL_DTYPES else ("q", q)
+        name, x = (names[0], p) if dtype_name(p) not in KERNEL_DTYPES else (names[1], q)
         raise TypeError(kernel_dtype_message(implementation, name, dtype_name(x), "xla"))
     if p.shape[-1] > KERNEL_VOCAB:
         raise ValueError(kernel_vocab_message(implementation, p.shape[-1], "xla"))
     if implementation == "pallas" and _too_large_for_pallas(p, q):
         raise ValueError(
-            "implementation 'pallas' takes no p of 2**31 elements or more in rows of 2**25 or more "
-            f"that are not a multiple of 16 bytes, got shape {tuple(p.shape)}: use implementation "
-            "'triton' or 'xla'"
+            f"implementation 'pallas' takes no {names[0]} of 2**31 elements or more in rows of "
+            f"2**25 or more that are not a multiple of 16 bytes, got shape {tuple(p.shape)}: use "
+            "implementation 'triton' or 'xla'"
         )
     interpreted = implementation == "pallas" and compat.interpreting()
     if not (on_gpu or interpreted or compat.assuming_cuda()):
         raise ValueError(
-            f"implementation {implementation!r} needs arrays on a CUDA GPU, got p on "
+            f"implementation {implementation!r} needs arrays on a CUDA GPU, got {names[0]} on "
             f"{_platform(p, q)}: move them there or use implementation 'xla'"
         )
     return implementation
@@ -134,7 +137,34 @@ def _device_of(array: Any) -> str | None:
     return str(next(iter(devices))) if array.committed and len(devices) == 1 else None
 
 
-def _kept_weights(
+def check_arrays(
+    p: Any,
+    q: Any,
+    labels: Any,
+    weights: Any,
+    normalizer: Any,
+    reduction: str,
+    ignore_index: int,
+    names: tuple[str, str] = ("p", "q"),
+    reductions: tuple[str, ...] = REDUCTIONS,
+) -> None:
+    """Raises for inputs that the contract excludes."""
+    check_inputs(
+        p,
+        q,
+        labels,
+        weights,
+        normalizer,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        array_type=_ARRAY_TYPES,
+        device_of=_device_of,
+        names=names,
+        reductions=reductions,
+    )
+
+
+def kept_weights(
     labels: Any, weights: jax.Array | None, ignore_index: int, dtype: Any
 ) -> jax.Array | None:
     """Weight of each token with 0 for the ignored ones; ``None`` if every token counts 1."""
@@ -206,23 +236,13 @@ def tvd_loss(
     ACL 2023; Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
     ICML 2023 (acceptance rate).
     """
-    check_inputs(
-        p,
-        q,
-        labels,
-        weights,
-        normalizer,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        array_type=_ARRAY_TYPES,
-        device_of=_device_of,
-    )
-    chosen = _choose_implementation(p, q, implementation)
+    check_arrays(p, q, labels, weights, normalizer, reduction, ignore_index)
+    chosen = choose_implementation(p, q, implementation)
     p, q = jnp.asarray(p), jnp.asarray(q)
-    weights = _as_constant("weights", weights)
-    normalizer = _as_constant("normalizer", as_number(normalizer))
+    weights = as_constant("weights", weights)
+    normalizer = as_constant("normalizer", as_number(normalizer))
     dtype = xla.accumulation_dtype(p, q)
-    row_weights = _kept_weights(labels, weights, int(ignore_index), dtype)
+    row_weights = kept_weights(labels, weights, int(ignore_index), dtype)
     tokens = p.size // p.shape[-1]
     if chosen == "xla" or tokens == 0:
         return xla.loss(p, q, row_weights, normalizer, reduction)
@@ -257,7 +277,8 @@ def _constant_jvp(name: str, primals: Any, tangents: Any) -> Any:
     return x, tangent
 
 
-def _as_constant(name: str, x: Any) -> Any:
+def as_constant(name: str, x: Any) -> Any:
+    """``x``, and an error where its derivative is asked for, if it is an array of floats."""
     if not isinstance(x, _ARRAY_TYPES) or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return _constant(name, jnp.asarray(x))
@@ -443,10 +464,10 @@ def forward_with_codes(
         The loss, the per-token values ``[tokens]`` (float32), and the packed sign codes
         ``[tokens, ceil(vocab / 2048) * 512]`` (uint8; unspecified in the rows of ignored tokens).
     """
-    chosen = _choose_implementation(p, q, implementation)
+    chosen = choose_implementation(p, q, implementation)
     if chosen == "xla":
         raise ValueError(f"implementation {chosen!r} keeps no codes")
-    row_weights = _kept_weights(labels, weights, ignore_index, jnp.float32)
+    row_weights = kept_weights(labels, weights, ignore_index, jnp.float32)
     divisor = None if normalizer is None else jnp.asarray(as_number(normalizer), jnp.float32)
     loss, codes, _, per_token = _run_forward(p, q, row_weights, divisor, reduction, chosen, True)
     assert codes is not None

@@ -36,7 +36,17 @@ def loss(
     elementwise = 0.5 * absolute_difference(p, q, kept)
     if reduction == "none":
         return elementwise if row_weights is None else elementwise * row_weights[..., None]
-    per_token = elementwise.sum(-1)
+    return reduce_tokens(elementwise.sum(-1), row_weights, normalizer, reduction, p.shape[-1])
+
+
+def reduce_tokens(
+    per_token: jax.Array,
+    row_weights: jax.Array | None,
+    normalizer: jax.Array | float | None,
+    reduction: str,
+    vocab: int,
+) -> jax.Array:
+    """``per_token`` times the weights, and what the reduction makes of it; any but ``none``."""
     if row_weights is not None:
         per_token = per_token * row_weights
     if reduction == "per_token":
@@ -51,7 +61,7 @@ def loss(
     else:
         divisor = jnp.asarray(per_token.size, total.dtype)
     if reduction == "mean":
-        divisor = divisor * p.shape[-1]
+        divisor = divisor * vocab
     # 0 / 0 counts as 0: with no token kept the loss is 0. A total that is 0 for another reason
     # keeps its divisor, which the gradient needs.
     nothing = (total == 0) & (divisor == 0)

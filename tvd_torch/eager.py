@@ -48,6 +48,36 @@ def per_token(p: Tensor, q: Tensor, kept: Tensor | None) -> Tensor:
     return 0.5 * masked_difference(p, q, kept).sum(-1)
 
 
+def reduce_tokens(
+    per_token: Tensor,
+    row_weights: Tensor | None,
+    normalizer: Tensor | float | None,
+    reduction: str,
+    vocab: int,
+) -> Tensor:
+    """``per_token`` times the weights, and what the reduction makes of it; any but ``none``."""
+    if row_weights is not None:
+        per_token = per_token * row_weights
+    if reduction == "per_token":
+        return per_token
+    total = per_token.sum()
+    if reduction == "sum":
+        return total
+    dtype, device = per_token.dtype, per_token.device
+    if normalizer is not None:
+        divisor = torch.as_tensor(normalizer, dtype=dtype, device=device)
+    elif row_weights is not None:
+        divisor = row_weights.sum()
+    else:
+        divisor = torch.full((), per_token.numel(), dtype=dtype, device=device)
+    if reduction == "mean":
+        divisor = divisor * vocab
+    # 0 / 0 counts as 0: with no token kept the loss is 0, and stays attached. A total that is 0 for
+    # another reason keeps its divisor, which the gradient needs.
+    nothing = (total == 0) & (divisor == 0)
+    return total / torch.where(nothing, torch.ones_like(divisor), divisor)
+
+
 def saveable(x: Tensor) -> Tensor:
     """``x``, or a copy if it was made in inference mode: PyTorch saves no such tensor."""
     if torch.compiler.is_compiling() or not x.is_inference():  # Dynamo cannot ask the latter

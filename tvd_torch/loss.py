@@ -11,6 +11,7 @@ from tvd_core.contract import (
     KERNEL_DTYPES,
     KERNEL_VOCAB,
     LANES,
+    REDUCTIONS,
     as_number,
     check_ignore_index,
     check_implementation,
@@ -33,7 +34,9 @@ def available_implementations() -> dict[str, str | None]:
     return {"triton": triton_launch.unavailable_reason(), "eager": None}
 
 
-def _choose_implementation(p: Tensor, q: Tensor, implementation: str | None) -> str:
+def choose_implementation(
+    p: Tensor, q: Tensor, implementation: str | None, names: tuple[str, str] = ("p", "q")
+) -> str:
     """Resolves ``None`` by hardware; fails for a named one that these inputs cannot use."""
     check_implementation(implementation, IMPLEMENTATIONS)
     in_kernel_dtypes = p.dtype in _KERNEL_DTYPES and q.dtype in _KERNEL_DTYPES
@@ -47,13 +50,13 @@ def _choose_implementation(p: Tensor, q: Tensor, implementation: str | None) -> 
     if reason is not None:
         raise ValueError(f"implementation 'triton' cannot run: {reason}")
     if not in_kernel_dtypes:
-        name, x = ("p", p) if p.dtype not in _KERNEL_DTYPES else ("q", q)
+        name, x = (names[0], p) if p.dtype not in _KERNEL_DTYPES else (names[1], q)
         raise TypeError(kernel_dtype_message("triton", name, dtype_name(x), "eager"))
     if p.shape[-1] > KERNEL_VOCAB:
         raise ValueError(kernel_vocab_message("triton", p.shape[-1], "eager"))
     if not p.is_cuda and not (p.device.type == "cpu" and triton_launch.interpreting()):
         raise ValueError(
-            f"implementation 'triton' needs tensors on a CUDA GPU, got p on {p.device}: "
+            f"implementation 'triton' needs tensors on a CUDA GPU, got {names[0]} on {p.device}: "
             "move them there or use implementation 'eager'"
         )
     return implementation
@@ -111,30 +114,15 @@ def tvd_loss(
     ACL 2023; Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
     ICML 2023 (acceptance rate).
     """
-    _check_dense(p=p, q=q, labels=labels, weights=weights, normalizer=normalizer)
-    normalizer = _traceable(normalizer, p)
-    check_inputs(
-        p,
-        q,
-        labels,
-        weights,
-        normalizer,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        array_type=Tensor,
-        device_of=lambda tensor: tensor.device,
-    )
-    for name, constant in (("weights", weights), ("normalizer", normalizer)):
-        if isinstance(constant, Tensor) and constant.requires_grad:
-            raise ValueError(constant_message(name))
-    ignore_index, normalizer = int(ignore_index), as_number(normalizer)
+    normalizer = checked_normalizer(p, q, labels, weights, normalizer, reduction, ignore_index)
+    ignore_index = int(ignore_index)
     if labels is not None and labels.dtype == torch.uint64 and ignore_index < 0:
         labels = None  # no label matches; as int64 the largest would
-    chosen = _choose_implementation(p, q, implementation)
+    chosen = choose_implementation(p, q, implementation)
     # Asked here, because ctx.needs_input_grad says yes under no_grad too.
     want_gradient = torch.is_grad_enabled() and (p.requires_grad or q.requires_grad)
     if want_gradient:
-        labels, weights = _saveable(labels, weights)
+        labels, weights = saveable(labels, weights)
     if chosen == "eager":
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
     arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, want_gradient)
@@ -151,6 +139,41 @@ def tvd_loss(
     return loss
 
 
+def checked_normalizer(
+    p: Tensor,
+    q: Tensor,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    normalizer: Any,
+    reduction: str,
+    ignore_index: int,
+    names: tuple[str, str] = ("p", "q"),
+    reductions: tuple[str, ...] = REDUCTIONS,
+) -> Tensor | float | None:
+    """Raises for inputs that the contract excludes; returns the normalizer, a number as a float."""
+    arrays = {names[0]: p, names[1]: q, "labels": labels, "weights": weights}
+    _check_dense(**arrays, normalizer=normalizer)
+    normalizer = _traceable(normalizer, p)
+    check_inputs(
+        p,
+        q,
+        labels,
+        weights,
+        normalizer,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        array_type=Tensor,
+        device_of=lambda tensor: tensor.device,
+        names=names,
+        reductions=reductions,
+    )
+    for name, constant in (("weights", weights), ("normalizer", normalizer)):
+        if isinstance(constant, Tensor) and constant.requires_grad:
+            raise ValueError(constant_message(name))
+    number: Tensor | float | None = as_number(normalizer)
+    return number
+
+
 def _transformed() -> bool:
     """Whether torch.func or forward-mode differentiation has a say, which autograd would hear.
 
@@ -164,7 +187,7 @@ def _forward_mode() -> bool:
     return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
-def _saveable(*constants: Tensor | None) -> tuple[Tensor | None, ...]:
+def saveable(*constants: Tensor | None) -> tuple[Tensor | None, ...]:
     """Labels and weights as tensors that PyTorch saves for a backward."""
     return tuple(None if x is None else eager.saveable(x) for x in constants)
 
@@ -249,7 +272,7 @@ class TVDLoss(torch.nn.Module):
 # --- eager ---------------------------------------------------------------------------------------
 
 
-def _kept_weights(
+def kept_weights(
     labels: Tensor | None, weights: Tensor | None, ignore_index: int, dtype: torch.dtype
 ) -> Tensor | None:
     """Weight of each token with 0 for the ignored ones; ``None`` if every token counts 1."""
@@ -269,31 +292,13 @@ def _eager_loss(
     ignore_index: int,
 ) -> Tensor:
     dtype = eager.accumulation_dtype(p, q)
-    row_weights = _kept_weights(labels, weights, ignore_index, dtype)
+    row_weights = kept_weights(labels, weights, ignore_index, dtype)
     kept = None if row_weights is None else row_weights != 0
     if reduction == "none":
         elementwise = 0.5 * eager.masked_difference(p, q, kept)
         return elementwise if row_weights is None else elementwise * row_weights[..., None]
     per_token = eager.per_token(p, q, kept)
-    if row_weights is not None:
-        per_token = per_token * row_weights
-    if reduction == "per_token":
-        return per_token
-    total = per_token.sum()
-    if reduction == "sum":
-        return total
-    if normalizer is not None:
-        divisor = torch.as_tensor(normalizer, dtype=dtype, device=p.device)
-    elif row_weights is not None:
-        divisor = row_weights.sum()
-    else:
-        divisor = torch.full((), per_token.numel(), dtype=dtype, device=p.device)
-    if reduction == "mean":
-        divisor = divisor * p.shape[-1]
-    # 0 / 0 counts as 0: with no token kept the loss is 0, and stays attached. A total that is 0 for
-    # another reason keeps its divisor, which the gradient needs.
-    nothing = (total == 0) & (divisor == 0)
-    return total / torch.where(nothing, torch.ones_like(divisor), divisor)
+    return eager.reduce_tokens(per_token, row_weights, normalizer, reduction, p.shape[-1])
 
 
 # --- triton --------------------------------------------------------------------------------------
@@ -460,7 +465,7 @@ def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
     p, q, labels, weights, _, _, ctx.reduction, ctx.ignore_index, _ = inputs
     _, codes, divisor = output
     reduced = ctx.reduction not in ("none", "per_token")
-    ctx.save_for_backward(codes, divisor if reduced else None, *_saveable(labels, weights))
+    ctx.save_for_backward(codes, divisor if reduced else None, *saveable(labels, weights))
     ctx.shape, ctx.dtypes = p.shape, (p.dtype, q.dtype)
 
 
@@ -541,7 +546,7 @@ def forward_with_codes(
         The loss, the per-token values (leading shape, float32), and the packed sign codes
         ``[tokens, ceil(vocab / 2048) * 512]`` (uint8; unspecified in the rows of ignored tokens).
     """
-    chosen = _choose_implementation(p, q, implementation)
+    chosen = choose_implementation(p, q, implementation)
     if chosen != "triton":
         raise ValueError(f"implementation {chosen!r} keeps no codes")
     loss, codes, _, per_token = triton_launch.forward(
