@@ -9,11 +9,13 @@ from typing import Any
 from rich.console import Console
 
 from bench import Unavailable, compare, parity, plots, published, report, results, timing
-from bench.child import PROJECT, make_backend
+from bench.child import make_backend
 from bench.gpus import detect_gpu
+from bench.oracle import PROJECT
 from bench.run import FRAMEWORKS, IMPLEMENTATIONS, Plan, default_plan, run
-from bench.shapes import GROUPS, INPUTS, PHASES, Shape, parse_shapes
+from bench.shapes import GROUPS, LOGITS, LOSS, OPS, PHASES, Shape, parse_shapes
 
+OP_WORDS = {"probabilities": LOSS, "logits": LOGITS}
 OUTPUT = results.ROOT / "build" / "bench"
 console = Console(markup=False)
 if not console.is_terminal:
@@ -56,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         target.add_argument(
             "--device", choices=("cpu", "cuda"), help="default: a GPU if there is one"
         )
+    measure.add_argument(
+        "--op",
+        choices=tuple(OP_WORDS),
+        default="probabilities",
+        help=f"what the loss is computed from ({', '.join(OPS)}); default: probabilities",
+    )
     measure.add_argument("--impl", type=_words(IMPLEMENTATIONS), help="comma-separated")
     measure.add_argument(
         "--shapes",
@@ -63,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"TOKENSxVOCAB[:dtype[:inputs]], or groups: {', '.join(GROUPS)}",
     )
     measure.add_argument("--phases", type=_words((*PHASES, "full")))
-    measure.add_argument("--inputs", choices=INPUTS[:2], help="inputs of all shapes")
+    measure.add_argument("--inputs", choices=("random", "text"), help="inputs of all shapes")
     measure.add_argument("--repeats", type=int, help="most kernel samples per row")
     measure.add_argument("-o", "--output", type=Path, required=True)
     merging = commands.add_parser("merge", help="join parts that were measured alike")
@@ -98,7 +106,8 @@ def _device(asked: str | None) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    plan = default_plan(_device(arguments.device))
+    ops = (OP_WORDS[arguments.op],) if arguments.command == "run" else (LOSS,)
+    plan = default_plan(_device(arguments.device), ops)
     if arguments.protocol == "published":
         plan.implementations = list(published.IMPLEMENTATIONS)
         plan.phases = list(published.MODES)
@@ -108,10 +117,24 @@ def _plan(arguments: argparse.Namespace) -> Plan:
     plan.implementations = getattr(arguments, "impl", None) or plan.implementations
     plan.phases = getattr(arguments, "phases", None) or plan.phases
     plan.repeats = getattr(arguments, "repeats", None) or plan.repeats
-    kind = "randn" if arguments.protocol == "published" else getattr(arguments, "inputs", None)
+    kind = _inputs(arguments, ops)
     if kind:
         plan.shapes = [Shape(s.tokens, s.vocab, s.dtype, kind) for s in plan.shapes]
+    if not any(plan.rows()):
+        raise Unavailable(f"{', '.join(plan.implementations)}: only --op logits measures these")
     return plan
+
+
+def _inputs(arguments: argparse.Namespace, ops: tuple[str, ...]) -> str | None:
+    """Inputs that all shapes get, whatever they say."""
+    asked: str | None = getattr(arguments, "inputs", None)
+    if arguments.protocol == "published":
+        return "randn"
+    if ops != (LOGITS,):
+        return asked
+    if asked:
+        raise Unavailable(f"--inputs {asked} are probabilities: leave them out with --op logits")
+    return "logits"
 
 
 def _measure(plan: Plan, protocol: str, output: Path) -> results.Result:

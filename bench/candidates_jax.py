@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array, lax
 
 from bench import Unavailable, inputs, timing
-from bench.shapes import Shape
+from bench.shapes import LOGITS, LOSS, Shape
 
 LossFn = Callable[[Array, Array], Array]
 
@@ -23,17 +23,23 @@ def formula(p: Array, q: Array) -> Array:
     return 0.5 * jnp.abs(p - q).sum(-1).mean()
 
 
-def candidate(name: str) -> LossFn:
+def logits_formula(student: Array, teacher: Array) -> Array:
+    """What a user writes without a library, from logits."""
+    return formula(*(jax.nn.softmax(x.astype(jnp.float32), -1) for x in (student, teacher)))
+
+
+def candidate(name: str, op: str = LOSS) -> LossFn:
     """Loss ``(p, q) -> scalar`` (batchmean) of an implementation; raises Unavailable."""
     if name == "jax-formula":
-        return formula
+        return logits_formula if op == LOGITS else formula
     import tvd_jax
 
     implementation = name.removeprefix("jax-")
     reason = tvd_jax.available_implementations()[implementation]
     if reason is not None:
         raise Unavailable(reason)
-    return lambda p, q: tvd_jax.tvd_loss(p, q, implementation=implementation)
+    function = getattr(tvd_jax, op)
+    return lambda p, q: function(p, q, implementation=implementation)
 
 
 class MosaicCupti:
@@ -71,6 +77,11 @@ class Backend:
     # --- inputs ---
 
     def make_inputs(self, shape: Shape, seed: int) -> tuple[Array, Array]:
+        if shape.op == LOGITS:
+            spreads = inputs.STUDENT_NOISE, inputs.TEACHER_SPREAD
+            tables = [jnp.asarray(inputs.logit_table(spread)) for spread in spreads]
+            offsets = [np.uint32(inputs.seed_of(seed, which)) for which in "pq"]
+            return _logits(tables, offsets, shape.tokens, shape.vocab, shape.dtype)
         table = jnp.asarray(inputs.weight_table())
         made = []
         for which in "pq":
@@ -88,10 +99,10 @@ class Backend:
 
     # --- oracle ---
 
-    def oracle_per_token(self, p: Array, q: Array) -> np.ndarray:
+    def oracle_per_token(self, p: Array, q: Array, op: str = LOSS) -> np.ndarray:
         """float64 values of the tokens."""
         with _x64():
-            return np.asarray(_per_token64(p, q))
+            return np.asarray(_per_token64(p, q, op))
 
     def rows(self, x: Array, index: np.ndarray) -> np.ndarray:
         return np.asarray(x[jnp.asarray(index)].astype(jnp.float32)).astype(np.float64)
@@ -101,8 +112,8 @@ class Backend:
 
     # --- candidates ---
 
-    def candidate(self, name: str) -> LossFn:
-        return candidate(name)
+    def candidate(self, name: str, op: str = LOSS) -> LossFn:
+        return candidate(name, op)
 
     def phase(
         self, name: str, loss: LossFn, p: Array, q: Array, upstream: float
@@ -225,9 +236,12 @@ def _x64() -> Any:
     return enable_x64()
 
 
-@jax.jit
-def _per_token64(p: Array, q: Array) -> Array:
-    return 0.5 * jnp.abs(p.astype(jnp.float64) - q.astype(jnp.float64)).sum(-1)
+@partial(jax.jit, static_argnums=2)
+def _per_token64(p: Array, q: Array, op: str) -> Array:
+    pair = p.astype(jnp.float64), q.astype(jnp.float64)
+    if op == LOGITS:
+        pair = jax.nn.softmax(pair[0], -1), jax.nn.softmax(pair[1], -1)
+    return 0.5 * jnp.abs(pair[0] - pair[1]).sum(-1)
 
 
 @jax.jit
@@ -254,7 +268,7 @@ def _index(tokens: int, vocab: int) -> Array:
     return row * jnp.uint32(vocab) + lax.broadcasted_iota(jnp.uint32, (tokens, vocab), 1)
 
 
-def _weights(table: Array, offset: Array, tokens: int, vocab: int) -> Array:
+def _entries(table: Array, offset: Array, tokens: int, vocab: int) -> Array:
     hashed = _hash32(_index(tokens, vocab) + jnp.asarray(offset, jnp.uint32))
     index = (hashed >> (32 - inputs.TABLE_BITS)).astype(jnp.int32)
     return table.at[index].get(mode="promise_in_bounds")
@@ -262,15 +276,26 @@ def _weights(table: Array, offset: Array, tokens: int, vocab: int) -> Array:
 
 @partial(jax.jit, static_argnums=(2, 3))
 def _row_sums(table: Array, offset: Array, tokens: int, vocab: int) -> Array:
-    return _weights(table, offset, tokens, vocab).astype(jnp.uint32).sum(-1, dtype=jnp.uint32)
+    return _entries(table, offset, tokens, vocab).astype(jnp.uint32).sum(-1, dtype=jnp.uint32)
 
 
 @partial(jax.jit, static_argnums=(3, 4, 5))
 def _scaled(
     table: Array, offset: Array, scale: Array, tokens: int, vocab: int, dtype: str
 ) -> Array:
-    weights = _weights(table, offset, tokens, vocab).astype(jnp.float32)
+    weights = _entries(table, offset, tokens, vocab).astype(jnp.float32)
     return (weights * scale[:, None]).astype(dtype)
+
+
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _logits(
+    tables: list[Array], offsets: list[Array], tokens: int, vocab: int, dtype: str
+) -> tuple[Array, Array]:
+    noise, teacher = (
+        _entries(table, offset, tokens, vocab)
+        for table, offset in zip(tables, offsets, strict=True)
+    )
+    return (teacher + noise).astype(dtype), teacher.astype(dtype)
 
 
 @jax.jit

@@ -1,15 +1,21 @@
 """PyTorch: inputs, candidates and phases. Imported in PyTorch's own child process only."""
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from bench import Unavailable, inputs, timing
-from bench.shapes import Shape
+from bench.shapes import LOGITS, LOSS, Shape
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 CHUNK_ELEMENTS = 1 << 26
@@ -20,39 +26,101 @@ def formula(p: Tensor, q: Tensor) -> Tensor:
     return 0.5 * (p - q).abs().sum(-1).mean()
 
 
-def _project(implementation: str) -> LossFn:
+def logits_formula(student: Tensor, teacher: Tensor) -> Tensor:
+    """What a user writes without a library, from logits."""
+    p, q = (torch.softmax(x, -1, dtype=torch.float32) for x in (student, teacher))
+    return formula(p, q)
+
+
+def _project(implementation: str, op: str) -> LossFn:
     import tvd_torch
 
     reason = tvd_torch.available_implementations()[implementation]
     if reason is not None:
         raise Unavailable(reason)
-    return lambda p, q: tvd_torch.tvd_loss(p, q, implementation=implementation)
+    function = getattr(tvd_torch, op)
+    return lambda p, q: function(p, q, implementation=implementation)
 
 
-def _liger(device: str) -> LossFn:
+def _liger(device: str, op: str) -> LossFn:
     if device == "cpu":
         raise Unavailable("Liger-Kernel needs a GPU")
+    name = "fused_ce_tvd" if op == LOGITS else "tvd"
     try:
-        module = importlib.import_module("liger_kernel.transformers.tvd")
+        module = importlib.import_module(f"liger_kernel.transformers.{name}")
     except ImportError as error:
         raise Unavailable(f"liger-kernel is not installed: {error}") from error
-    return module.LigerTVDLoss(reduction="batchmean")
+    if op == LOSS:
+        return module.LigerTVDLoss(reduction="batchmean")
+    return _liger_from_logits(module.LigerFusedCETVDLoss())
 
 
-def candidate(name: str, device: str) -> LossFn:
+def _liger_from_logits(fused: Any) -> LossFn:
+    """The TVD of Liger's fused cross-entropy and TVD; it has none of the TVD alone.
+
+    It cannot leave the cross-entropy out. That costs one logit, one label and one stored value a
+    row, and in the backward a gradient of zeros: nothing beside the rows themselves. The values of
+    the tokens come unreduced, so the mean over them and its backward run as PyTorch's.
+    """
+
+    @cache
+    def labels(tokens: int, device: torch.device) -> Tensor:
+        return torch.zeros(tokens, dtype=torch.int64, device=device)
+
+    return lambda p, q: fused(p, q, labels(len(p), p.device))[1].mean()
+
+
+def _speculators(device: str, op: str) -> LossFn:
+    """vLLM's speculators: its loss of ``[1, tokens, vocab]`` logits, unreduced."""
+    if op == LOSS:
+        raise Unavailable("speculators has no loss from probabilities")
+    if device == "cpu":
+        raise Unavailable("the fused loss of speculators needs a GPU")
+    fused = _speculators_fused().fused_tv_loss
+    return lambda p, q: fused(p[None], q[None]).mean()
+
+
+def _speculators_fused() -> ModuleType:
+    name = "speculators.losses.fused"
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        found = importlib.util.find_spec("speculators")
+        if found is None or not found.submodule_search_locations:
+            raise Unavailable(f"speculators is not installed: {error}") from error
+    # The package imports transformers and more, of which the file with the kernels needs nothing
+    # but an answer to whether it runs on an Ascend NPU.
+    path = Path(found.submodule_search_locations[0], "losses", "fused.py")
+    spec = importlib.util.spec_from_file_location(name, path)
+    answer = ModuleType("speculators.utils.util")
+    answer.is_npu_available = lambda: False  # type: ignore[attr-defined]
+    try:
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with mock.patch.dict(sys.modules, {answer.__name__: answer}):
+            spec.loader.exec_module(module)
+    except (ImportError, OSError) as error:
+        raise Unavailable(f"speculators' {path.name} does not load alone: {error}") from error
+    return module
+
+
+def candidate(name: str, device: str, op: str = LOSS) -> LossFn:
     """Loss ``(p, q) -> scalar`` (batchmean) of an implementation; raises Unavailable."""
+    plain = logits_formula if op == LOGITS else formula
     match name:
         case "torch-triton":
-            return _project("triton")
+            return _project("triton", op)
         case "torch-eager":
-            return _project("eager")
+            return _project("eager", op)
         case "torch-formula":
-            return formula
+            return plain
         case "torch-compile":
             torch._dynamo.reset()
-            return torch.compile(formula, dynamic=False, fullgraph=True)
+            return torch.compile(plain, dynamic=False, fullgraph=True)
         case "liger":
-            return _liger(device)
+            return _liger(device, op)
+        case "speculators":
+            return _speculators(device, op)
     raise ValueError(f"unknown PyTorch implementation {name!r}")
 
 
@@ -98,6 +166,8 @@ class Backend:
 
     def make_inputs(self, shape: Shape, seed: int) -> tuple[Tensor, Tensor]:
         dtype = getattr(torch, shape.dtype)
+        if shape.op == LOGITS:
+            return self._logits(shape.tokens, shape.vocab, seed, dtype)
         made = (
             self._random(shape.tokens, shape.vocab, inputs.seed_of(seed, w), dtype) for w in "pq"
         )
@@ -116,6 +186,25 @@ class Backend:
             scale = torch.from_numpy(inputs.reciprocal(sums)).to(self.device)
             rows.copy_(weights.to(torch.float32) * scale[:, None])
         return out
+
+    def _logits(
+        self, tokens: int, vocab: int, seed: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        student, teacher = (
+            torch.empty(tokens, vocab, dtype=dtype, device=self.device) for _ in "pq"
+        )
+        noise_table, table = (
+            torch.from_numpy(inputs.logit_table(spread)).to(self.device)
+            for spread in (inputs.STUDENT_NOISE, inputs.TEACHER_SPREAD)
+        )
+        noise_offset, offset = (_signed(inputs.seed_of(seed, which)) for which in "pq")
+        for start, rows in self._row_chunks(teacher):
+            index = self._index(start, rows)
+            exact = table[_hash32(index + offset) >> 16 & 0xFFFF]
+            rows.copy_(exact)
+            noise = noise_table[_hash32(index + noise_offset) >> 16 & 0xFFFF]
+            student[start : start + len(rows)].copy_(exact + noise)
+        return student, teacher
 
     def _row_chunks(self, x: Tensor) -> list[tuple[int, Tensor]]:
         step = max(1, CHUNK_ELEMENTS // x.shape[1])
@@ -140,12 +229,14 @@ class Backend:
 
     # --- oracle ---
 
-    def oracle_per_token(self, p: Tensor, q: Tensor) -> np.ndarray:
+    def oracle_per_token(self, p: Tensor, q: Tensor, op: str = LOSS) -> np.ndarray:
         """float64 values of the tokens."""
-        values = [
-            0.5 * (rows.double() - q[start : start + len(rows)].double()).abs().sum(-1)
-            for start, rows in self._row_chunks(p)
-        ]
+        values = []
+        for start, rows in self._row_chunks(p):
+            pair = rows.double(), q[start : start + len(rows)].double()
+            if op == LOGITS:
+                pair = pair[0].softmax(-1), pair[1].softmax(-1)
+            values.append(0.5 * (pair[0] - pair[1]).abs().sum(-1))
         return torch.cat(values).cpu().numpy()
 
     def rows(self, x: Tensor, index: np.ndarray) -> np.ndarray:
@@ -156,8 +247,8 @@ class Backend:
 
     # --- candidates ---
 
-    def candidate(self, name: str) -> LossFn:
-        return candidate(name, self.device)
+    def candidate(self, name: str, op: str = LOSS) -> LossFn:
+        return candidate(name, self.device, op)
 
     def phase(
         self, name: str, loss: LossFn, p: Tensor, q: Tensor, upstream: float

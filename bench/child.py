@@ -14,25 +14,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from bench import Unavailable, inputs, timing
+from bench import Unavailable, timing
 from bench.gpus import floor_us
+from bench.oracle import Oracle, Wrong
 from bench.shapes import PHASES, Shape, minimum_bytes
-from tvd_core.reference import tvd_reference_grad
 
 UPSTREAM = 0.37
-PROJECT = ("torch-triton", "torch-eager", "jax-pallas", "jax-triton", "jax-xla")
-# Relative error of the loss above which a candidate is wrong. The project's own accumulate in
-# float32 whatever the input. Peers may compute in its dtype (8 or 11 bits of significand).
-PROJECT_LOSS_TOLERANCE = 1e-5
-PEER_LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
-# A gradient has one value up to its sign, rounded once (twice by some peers).
-GRAD_TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-7, "float16": 2**-9}
-# Below 2^-14 float16 loses bits: half its smallest step is the unavoidable absolute error.
-GRAD_ABSOLUTE = {"float32": 0.0, "bfloat16": 0.0, "float16": 2.0**-24}
-
-
-class Wrong(RuntimeError):
-    """A candidate's loss or gradient is not the oracle's."""
 
 
 def make_backend(framework: str, device: str) -> Any:
@@ -43,44 +30,6 @@ def make_backend(framework: str, device: str) -> Any:
     from bench.candidates_jax import Backend as JaxBackend
 
     return JaxBackend(device)
-
-
-class Oracle:
-    """float64 loss of one set of inputs, and gradients of a sample of its rows."""
-
-    def __init__(self, backend: Any, shape: Shape, p: Any, q: Any) -> None:
-        self.shape = shape
-        self._backend = backend
-        self._rows = inputs.sample_rows(shape.tokens)
-        self.loss = float(backend.oracle_per_token(p, q).mean())
-        p_rows, q_rows = (backend.rows(x, self._rows) for x in (p, q))
-        self._gradient, _ = tvd_reference_grad(p_rows, q_rows, normalizer=shape.tokens)
-
-    def check(self, implementation: str, result: tuple[Any, Any], upstream: float) -> float | None:
-        """Relative error of the loss (``None`` for a phase without one); raises Wrong."""
-        loss, gradient = result
-        dtype = self.shape.dtype
-        error = None
-        if loss is not None:
-            error = abs(self._backend.scalar(loss) - self.loss) / abs(self.loss)
-            own = implementation in PROJECT
-            tolerance = PROJECT_LOSS_TOLERANCE if own else PEER_LOSS_TOLERANCE[dtype]
-            if not error <= tolerance:
-                raise Wrong(f"relative error of the loss {error:.2e}, more than {tolerance:.0e}")
-        if gradient is not None:
-            if tuple(gradient.shape) != (self.shape.tokens, self.shape.vocab):
-                raise Wrong(f"gradient has shape {tuple(gradient.shape)}")
-            got = self._backend.rows(gradient, self._rows)
-            expected = self._gradient * upstream
-            allowed = np.abs(expected) * GRAD_TOLERANCE[dtype] + GRAD_ABSOLUTE[dtype]
-            bad = ~(np.abs(got - expected) <= allowed)
-            if bad.any():
-                row, column = np.argwhere(bad)[0]
-                raise Wrong(
-                    f"gradient[{self._rows[row]}, {column}] is {got[row, column]:.6g}, expected "
-                    f"{expected[row, column]:.6g} ({bad.sum()} wrong in {len(bad)} rows)"
-                )
-        return error
 
 
 class Child:
@@ -117,7 +66,7 @@ class Child:
         return 0
 
     def _inputs(self, shape: Shape) -> tuple[Any, Any]:
-        if shape.inputs == "random":
+        if shape.inputs in ("random", "logits"):
             return self.backend.make_inputs(shape, self.spec["seed"])
         if shape.inputs != "text":
             raise ValueError(f"inputs {shape.inputs!r} belong to --protocol published")
@@ -166,7 +115,7 @@ class Child:
     ) -> None:
         kept, reason, status = None, None, "ok"
         try:
-            loss = self.backend.candidate(implementation)
+            loss = self.backend.candidate(implementation, shape.op)
             kept = self.backend.kept_bytes(loss, p, q)
         except Exception as error:
             status, reason = _status(error)
@@ -221,7 +170,7 @@ class Child:
 def base_row(implementation: str, phase: str, shape: Shape) -> dict[str, Any]:
     """A row that nothing was measured for yet: every field that a reader may count on."""
     return {
-        "op": "tvd_loss",
+        "op": shape.op,
         "implementation": implementation,
         "phase": phase,
         "tokens": shape.tokens,

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from bench.child import PROJECT
+from bench.oracle import PROJECT
 from bench.report import Row, clock_of, microseconds, size_text, spread, time_us
 from bench.results import IDENTITY, Result, ResultsError, row_key
 

@@ -5,6 +5,10 @@ exp(standard normal) as integers, and ``p[t, v] = float32(weight) * (1 / sum of 
 weights)``: a softmax of normal logits, quantised. Integer hashing, an integer row sum and one
 float32 product have one right answer each, so PyTorch, XLA and NumPy agree without passing
 gigabytes between processes; a checksum in every row of the results says that they did.
+
+Logits are made the same way: ``teacher[t, v]`` is a normal quantile times TEACHER_SPREAD, and
+``student = teacher + `` one times STUDENT_NOISE. All are multiples of LOGIT_STEP, so their sum is
+exact, and rounding to the shape's dtype is the only rounding.
 """
 
 from statistics import NormalDist
@@ -19,6 +23,10 @@ SCALE = 8192.0
 MAX_VOCAB = 250_000
 MULTIPLIERS = (0x7FEB352D, 0x846CA68B)  # "lowbias32" integer hash
 SEED = 20240
+# Of language models' size: the likeliest token has 0.2 to 0.35, and an acceptance rate
+# (1 - TVD) of 0.69.
+TEACHER_SPREAD, STUDENT_NOISE = 4.0, 0.9
+LOGIT_STEP = 2.0**-16
 
 _MASK = 0xFFFFFFFF
 
@@ -36,15 +44,24 @@ def hash32(x: NDArray[np.uint32]) -> NDArray[np.uint32]:
         return x ^ (x >> np.uint32(16))
 
 
-def weight_table() -> NDArray[np.int32]:
-    """Quantiles of exp(standard normal), scaled to integers."""
+def _normal_quantiles() -> NDArray[np.float64]:
     # Every 64th quantile exactly, the ones between by interpolation: 1024 calls, not 65536.
     size, normal = 1 << TABLE_BITS, NormalDist()
     middles = (np.arange(size) + 0.5) / size
     knots = np.concatenate([middles[:64], middles[64:-64:64], middles[-64:]])
-    logits = np.interp(middles, knots, [normal.inv_cdf(float(u)) for u in knots])
+    return np.interp(middles, knots, [normal.inv_cdf(float(u)) for u in knots])
+
+
+def weight_table() -> NDArray[np.int32]:
+    """Quantiles of exp(standard normal), scaled to integers."""
     # Rounding to 16 bits of mantissa hides the last-bit differences between maths libraries.
-    return np.rint(np.round(np.exp(logits), 6) * SCALE).astype(np.int32)
+    return np.rint(np.round(np.exp(_normal_quantiles()), 6) * SCALE).astype(np.int32)
+
+
+def logit_table(spread: float) -> NDArray[np.float32]:
+    """Quantiles of a normal distribution of that standard deviation, to LOGIT_STEP."""
+    steps = np.rint(_normal_quantiles() * (spread / LOGIT_STEP))
+    return (steps * LOGIT_STEP).astype(np.float32)
 
 
 def reciprocal(row_sums: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -68,6 +85,16 @@ def numpy_inputs(tokens: int, vocab: int, seed: int = SEED) -> tuple[NDArray, ND
         scale = reciprocal(weights.sum(-1, dtype=np.uint64).astype(np.uint32))
         made.append(weights.astype(np.float32) * scale[:, None])
     return made[0], made[1]
+
+
+def numpy_logits(tokens: int, vocab: int, seed: int = SEED) -> tuple[NDArray, NDArray]:
+    """Student's and teacher's logits, float32 ``[tokens, vocab]``: the definition."""
+    index = np.arange(tokens * vocab, dtype=np.uint64).reshape(tokens, vocab)
+    noise, teacher = (
+        logit_table(spread)[hash32((index + seed_of(seed, which)).astype(np.uint32)) >> 16]
+        for which, spread in (("p", STUDENT_NOISE), ("q", TEACHER_SPREAD))
+    )
+    return teacher + noise, teacher
 
 
 def numpy_checksum(x: NDArray) -> int:

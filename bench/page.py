@@ -11,8 +11,8 @@ import jinja2
 from markupsafe import Markup
 
 from bench import plots, published
-from bench.child import PROJECT, PROJECT_LOSS_TOLERANCE
 from bench.gpus import floor_us
+from bench.oracle import PROJECT, PROJECT_LOSS_TOLERANCE
 from bench.report import (
     KERNELS,
     Row,

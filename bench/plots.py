@@ -23,12 +23,12 @@ from bench.report import (
 from bench.results import Result
 
 INK = "#000000"
-# Matplotlib's tab10: one colour for each name in ORDER, the last for names that are not in it.
+# Matplotlib's tab10 and one more: a colour for each name in ORDER, the last for other names.
 COLOURS = (
-    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd"),
+    *("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#1a237e", "#9467bd"),
     *("#8c564b", "#e377c2", "#7f7f7f", "#bcbd22", "#17becf"),
 )
-MARKERS = "osDv^P*Xdp"
+MARKERS = "osDv<^P*Xdp"
 # Text stays text and "$" a dollar; one salt for each plot keeps the ids of a page apart.
 SETTINGS = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 RATIOS = (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)

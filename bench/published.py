@@ -80,7 +80,7 @@ def _check(value: Any, p: Any, q: Any, shape: Shape) -> None:
     """The loss, and the gradient of p in the first and last row, against float64."""
     import torch
 
-    from bench.child import PEER_LOSS_TOLERANCE, Wrong
+    from bench.oracle import PEER_LOSS_TOLERANCE, Wrong
 
     step = max(1, (1 << 26) // shape.vocab)
     with torch.no_grad():

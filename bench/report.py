@@ -14,7 +14,10 @@ from bench.results import Result, ResultsError, write_atomically
 from bench.shapes import PHASES
 from bench.timing import quantiles
 
-PEERS = ("liger", "torch-compile", "torch-formula", "torch-eager", "jax-xla", "jax-formula")
+PEERS = (
+    *("liger", "speculators"),
+    *("torch-compile", "torch-formula", "torch-eager", "jax-xla", "jax-formula"),
+)
 KERNELS = ("torch-triton", "jax-pallas", "jax-triton")
 ORDER = (*KERNELS, *PEERS)
 MARKERS = ("<!-- bench:table:start -->", "<!-- bench:table:end -->")

@@ -15,7 +15,10 @@ from bench.gpus import datasheet_tb_s, detect_gpu
 
 # Raise it when a figure changes its meaning: files of different protocols do not merge.
 PROTOCOL_VERSION = 2  # 1 wrote the flush buffer and left its dirty lines in L2
-PACKAGES = ("torch", "triton", "liger-kernel", "jax", "jaxlib", "jax-triton", "numpy", "tokenizers")
+PACKAGES = (
+    *("torch", "triton", "liger-kernel", "speculators"),
+    *("jax", "jaxlib", "jax-triton", "numpy", "tokenizers"),
+)
 ROOT = Path(__file__).resolve().parent.parent
 STORED = ROOT / "bench" / "results"
 # What must agree for rows to stand in one file.

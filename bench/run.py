@@ -16,13 +16,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import results, text
 from bench.child import base_row
-from bench.shapes import GPU_GROUPS, GROUPS, PHASES, Shape
+from bench.shapes import DEFAULT_GROUPS, GROUPS, LOGITS, LOSS, PHASES, Shape
 
 FRAMEWORKS = {
-    "torch": ("torch-triton", "liger", "torch-compile", "torch-formula", "torch-eager"),
+    "torch": (
+        *("torch-triton", "liger", "speculators"),
+        *("torch-compile", "torch-formula", "torch-eager"),
+    ),
     "jax": ("jax-pallas", "jax-triton", "jax-xla", "jax-formula"),
 }
 IMPLEMENTATIONS = tuple(name for names in FRAMEWORKS.values() for name in names)
+LOGITS_ONLY = ("speculators",)
 # Without torch-compile: compiling C++ for every shape and phase takes minutes.
 CPU_IMPLEMENTATIONS = ("torch-eager", "torch-formula", "jax-xla", "jax-formula")
 CPU_REPEATS = 3
@@ -39,20 +43,26 @@ class Plan:
     device: str
     repeats: int
 
-    def rows(self) -> Iterator[tuple[str, str, Shape]]:
-        """Implementation, phase and shape of every row."""
+    def jobs(self) -> Iterator[tuple[str, Shape]]:
+        """Implementation and shape of every job."""
         for shape in self.shapes:
             for implementation in self.implementations:
-                for phase in self.phases:
-                    yield implementation, phase, shape
+                if shape.op == LOGITS or implementation not in LOGITS_ONLY:
+                    yield implementation, shape
+
+    def rows(self) -> Iterator[tuple[str, str, Shape]]:
+        """Implementation, phase and shape of every row."""
+        for implementation, shape in self.jobs():
+            for phase in self.phases:
+                yield implementation, phase, shape
 
 
-def default_plan(device: str) -> Plan:
+def default_plan(device: str, ops: tuple[str, ...] = (LOSS,)) -> Plan:
     """Everything on a GPU; the CPU implementations on small shapes without one."""
     from bench.timing import KERNEL_REPEATS
 
     on_gpu = device == "cuda"
-    groups = GPU_GROUPS if on_gpu else ("cpu",)
+    groups = [group for op in ops for group in DEFAULT_GROUPS[device, op]]
     shapes = [shape for group in groups for shape in GROUPS[group][1]]
     implementations = IMPLEMENTATIONS if on_gpu else CPU_IMPLEMENTATIONS
     repeats = KERNEL_REPEATS if on_gpu else CPU_REPEATS
@@ -62,18 +72,17 @@ def default_plan(device: str) -> Plan:
 def _jobs(plan: Plan, framework: str, done: set[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Jobs of a framework that have rows left to measure, by shape."""
     jobs = []
-    for shape in plan.shapes:
-        for implementation in plan.implementations:
-            if implementation not in FRAMEWORKS[framework]:
-                continue
-            phases = [
-                phase
-                for phase in plan.phases
-                if results.row_key(base_row(implementation, phase, shape)) not in done
-            ]
-            if phases:
-                job = {"shape": asdict(shape), "implementation": implementation, "phases": phases}
-                jobs.append(job)
+    for implementation, shape in plan.jobs():
+        if implementation not in FRAMEWORKS[framework]:
+            continue
+        phases = [
+            phase
+            for phase in plan.phases
+            if results.row_key(base_row(implementation, phase, shape)) not in done
+        ]
+        if phases:
+            job = {"shape": asdict(shape), "implementation": implementation, "phases": phases}
+            jobs.append(job)
     return jobs
 
 

@@ -4,13 +4,17 @@ import re
 from dataclasses import dataclass
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-INPUTS = ("random", "text", "randn")  # randn: --protocol published only
+INPUTS = ("random", "text", "logits", "randn")  # randn: --protocol published only
+LOSS, LOGITS = OPS = ("tvd_loss", "tvd_from_logits")
 PHASES = ("forward", "forward_keep", "backward", "total_upstream_1", "total")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One set of inputs: two ``[tokens, vocab]`` arrays of ``dtype``."""
+    """One set of inputs: two ``[tokens, vocab]`` arrays of ``dtype``.
+
+    ``p`` and ``q``, or with inputs "logits" those of the student and of the teacher.
+    """
 
     tokens: int
     vocab: int
@@ -28,6 +32,11 @@ class Shape:
     @property
     def itemsize(self) -> int:
         return DTYPES[self.dtype]
+
+    @property
+    def op(self) -> str:
+        """What is measured on these inputs."""
+        return LOGITS if self.inputs == "logits" else LOSS
 
     def __str__(self) -> str:
         suffix = "" if self.inputs == "random" else f":{self.inputs}"
@@ -60,6 +69,17 @@ GROUPS: dict[str, tuple[str, tuple[Shape, ...]]] = {
         "real text: peaked rows, ties and exact zeros",
         (Shape(16384, 4096, "float32", "text"),),
     ),
+    "logits": (
+        "the loss from logits in the dtypes of models, 1 to 4 GB read: rows that fit on one "
+        "multiprocessor (32768), on several (131072), or are no multiple of a tile (151936, Qwen)",
+        (
+            Shape(16384, 32768, "bfloat16", "logits"),
+            Shape(8192, 131072, "bfloat16", "logits"),
+            Shape(4096, 151936, "bfloat16", "logits"),
+            Shape(8192, 32768, "float32", "logits"),
+            Shape(4096, 131072, "float32", "logits"),
+        ),
+    ),
     "cpu": (
         "small enough for two CPU cores: real text, random rows, a vocabulary with a tail",
         (
@@ -70,8 +90,18 @@ GROUPS: dict[str, tuple[str, tuple[Shape, ...]]] = {
             Shape(64, 50257),
         ),
     ),
+    "logits-cpu": (
+        "the loss from logits on two CPU cores: a model's dtype, and a vocabulary with a tail",
+        (Shape(256, 4096, "bfloat16", "logits"), Shape(16, 50257, "float32", "logits")),
+    ),
 }
-GPU_GROUPS = ("table-float32", "table-bfloat16", "odd", "small", "text")
+# By device and op.
+DEFAULT_GROUPS = {
+    ("cuda", LOSS): ("table-float32", "table-bfloat16", "odd", "small", "text"),
+    ("cuda", LOGITS): ("logits",),
+    ("cpu", LOSS): ("cpu",),
+    ("cpu", LOGITS): ("logits-cpu",),
+}
 
 
 def parse_shapes(text: str) -> list[Shape]:
@@ -97,12 +127,14 @@ def minimum_bytes(shape: Shape, phase: str) -> int:
 
     With N elements of s bytes: the forward reads p and q (2 N s); the forward that keeps the
     residual writes 2 bits per element besides; the backward reads those and writes one gradient
-    (N s); the totals are the sum of the last two.
+    (N s); the totals are the sum of the last two. From logits the backward reads those of the
+    student besides (N s).
     """
     elements = shape.tokens * shape.vocab
     codes = -(-elements // 4)
     read, write = 2 * elements * shape.itemsize, elements * shape.itemsize
-    forward_keep, backward = read + codes, codes + write
+    again = elements * shape.itemsize if shape.op == LOGITS else 0
+    forward_keep, backward = read + codes, again + codes + write
     return {
         "forward": read,
         "forward_keep": forward_keep,

@@ -16,8 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from bench import inputs, results, timing
-from bench.child import UPSTREAM, Oracle, make_backend
+from bench.child import UPSTREAM, make_backend
 from bench.gpus import datasheet_tb_s, detect_gpu, floor_us
+from bench.oracle import Oracle
 from bench.shapes import PHASES, Shape, minimum_bytes, parse_shapes
 from tvd_core import config
 
@@ -64,7 +65,7 @@ class Tuner:
             self.reader, _ = timing.choose_reader(makers, copy, self.backend.sync)
 
     def row(self, phase: str, shape: Shape, p: Any, q: Any, oracle: Oracle) -> dict[str, Any]:
-        loss = self.backend.candidate(self.implementation)
+        loss = self.backend.candidate(self.implementation, shape.op)
         call = self.backend.phase(phase, loss, p, q, UPSTREAM)
         result = call()
         upstream = 1.0 if phase == "total_upstream_1" else UPSTREAM

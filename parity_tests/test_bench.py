@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from bench import gpus, inputs, parity, plots, published, report, results, run, text, timing
-from bench.child import Oracle, Wrong, base_row
-from bench.shapes import GROUPS, PHASES, Shape, minimum_bytes, parse_shapes
+from bench.child import base_row, make_backend
+from bench.oracle import Oracle, Wrong, logits_gradient, softmax
+from bench.shapes import GROUPS, LOGITS, OPS, PHASES, Shape, minimum_bytes, parse_shapes
 from tvd_core import reference
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +39,20 @@ def test_minimum_bytes_bfloat16_and_odd_size() -> None:
     assert minimum_bytes(Shape(16384, 4096, "bfloat16"), "forward") == 268_435_456
     # 3 elements: 12 bytes each of p and q, and 1 byte of codes, not 0.
     assert minimum_bytes(Shape(1, 3), "forward_keep") == 25
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected"),
+    [
+        ("forward", 2_147_483_648),
+        ("forward_keep", 2_281_701_376),
+        ("backward", 2_281_701_376),  # reads the student's logits and the codes, writes
+        ("total", 4_563_402_752),
+        ("total_upstream_1", 4_563_402_752),
+    ],
+)
+def test_minimum_bytes_from_logits(phase: str, expected: int) -> None:
+    assert minimum_bytes(Shape(16384, 32768, "bfloat16", "logits"), phase) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,6 +99,24 @@ def test_parse_shapes() -> None:
             parse_shapes(wrong)
 
 
+def test_the_inputs_of_a_shape_tell_its_op() -> None:
+    assert {shape.op for shape in parse_shapes("logits,logits-cpu")} == {LOGITS}
+    assert {shape.op for shape in parse_shapes("small,text,cpu")} == {"tvd_loss"}
+    for device in ("cpu", "cuda"):
+        assert {shape.op for shape in run.default_plan(device).shapes} == {"tvd_loss"}
+        assert {shape.op for shape in run.default_plan(device, OPS).shapes} == set(OPS)
+
+
+def test_a_peer_from_logits_only_gets_no_probabilities() -> None:
+    shapes = [Shape(2, 8), Shape(2, 8, "float32", "logits")]
+    plan = run.Plan(shapes, ["liger", "speculators"], ["forward"], "cuda", 1)
+    assert [(name, shape.op) for name, _, shape in plan.rows()] == [
+        ("liger", "tvd_loss"),
+        ("liger", LOGITS),
+        ("speculators", LOGITS),
+    ]
+
+
 # --- inputs --------------------------------------------------------------------------------------
 
 
@@ -96,6 +129,30 @@ def test_random_inputs_are_softmax_rows_and_pinned() -> None:
     assert 0.45 < 0.5 * np.abs(p - q).sum(-1).mean() < 0.6  # two independent softmax rows: 0.52
     assert inputs.numpy_checksum(p) != inputs.numpy_checksum(q)
     assert inputs.numpy_checksum(p) == 3_194_444_832
+
+
+def test_logits_are_those_of_a_model_and_pinned() -> None:
+    student, teacher = inputs.numpy_logits(64, 4096)
+    p, q = (softmax(x.astype(np.float64)) for x in (student, teacher))
+    acceptance = np.minimum(p, q).sum(-1).mean()
+    assert 0.65 < acceptance < 0.75
+    assert 0.2 < q.max(-1).mean() < 0.5
+    assert inputs.numpy_checksum(student) == 3_960_152_392
+    # Exact, or fused and separate products and sums would differ.
+    exact = student.astype(np.float64) - teacher
+    assert np.array_equal(exact, np.rint(exact / inputs.LOGIT_STEP) * inputs.LOGIT_STEP)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_frameworks_make_the_same_logits(framework: str, dtype: str) -> None:
+    pytest.importorskip(framework)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    backend = make_backend(framework, "cpu")
+    made = backend.make_inputs(Shape(8, 520, dtype, "logits"), inputs.SEED)
+    for x, expected in zip(made, inputs.numpy_logits(8, 520), strict=True):
+        as_stored = expected.astype(getattr(ml_dtypes, dtype, dtype))
+        assert backend.checksum(x) == inputs.numpy_checksum(as_stored)
 
 
 def test_the_checksum_sees_a_swap_and_a_last_bit() -> None:
@@ -402,7 +459,9 @@ def test_quantiles() -> None:
 class NumpyBackend:
     """The few methods of a backend that the oracle needs."""
 
-    def oracle_per_token(self, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    def oracle_per_token(self, p: np.ndarray, q: np.ndarray, op: str) -> np.ndarray:
+        if op == LOGITS:
+            p, q = softmax(p.astype(np.float64)), softmax(q.astype(np.float64))
         return reference.tvd_reference(p, q, reduction="per_token")
 
     def rows(self, x: np.ndarray, index: np.ndarray) -> np.ndarray:
@@ -432,6 +491,41 @@ def test_a_wrong_candidate_is_not_timed() -> None:
     tied = np.where(gradient == 0, np.float32(0.5 / 64), gradient)
     with pytest.raises(Wrong, match="gradient"):
         oracle.check("jax-formula", (None, tied), 1.0)
+
+
+def test_a_wrong_candidate_from_logits_is_not_timed() -> None:
+    student, teacher = inputs.numpy_logits(16, 640)
+    oracle = Oracle(NumpyBackend(), Shape(16, 640, inputs="logits"), student, teacher)
+    p, q = (softmax(x.astype(np.float64)) for x in (student, teacher))
+    loss = 0.5 * np.abs(p - q).sum(-1).mean()
+    sign = np.sign(p - q)
+    sigma = (p * sign).sum(-1, keepdims=True)
+    gradient = (0.5 * p * (sign - sigma) / 16).astype(np.float32)
+    assert oracle.check("torch-triton", (loss, gradient), 1.0) < 1e-12
+    oracle.check("torch-triton", (None, 0.37 * gradient), 0.37)
+    with pytest.raises(Wrong, match="loss"):
+        oracle.check("torch-triton", (loss * (1 + 2e-5), None), 1.0)
+    oracle.check("speculators", (loss * (1 + 2e-5), None), 1.0)
+    with pytest.raises(Wrong, match="loss"):
+        oracle.check("speculators", (loss * (1 + 2e-4), None), 1.0)
+    for wrong in (
+        0.5 * p * sign / 16,  # sigma left out
+        0.5 * q * (sign - sigma) / 16,
+        gradient * (1 + 1e-2),
+        np.where(np.arange(640) == 639, -gradient, gradient),
+    ):
+        with pytest.raises(Wrong, match="gradient"):
+            oracle.check("speculators", (None, wrong), 1.0)
+
+
+def test_a_sign_that_float32_cannot_tell_may_be_any() -> None:
+    student, teacher = (np.zeros((1, 4)) for _ in "pq")
+    teacher[0, 0], student[0, 0] = 1.0, 1.0 + 1e-6
+    expected, allowed = logits_gradient(student, teacher, 1.0)
+    assert (allowed >= np.abs(expected)).all()
+    student[0, 0] = 2.0
+    expected, allowed = logits_gradient(student, teacher, 1.0)
+    assert (allowed <= 1e-3 * np.abs(expected)).all()
 
 
 def test_inputs_that_differ_between_processes_are_an_error() -> None:
@@ -556,6 +650,41 @@ def test_cpu_run_end_to_end(tmp_path: Path) -> None:
     table = _bench("table", str(output))
     assert "torch-eager" in table.stdout
     assert "real-text rows" in table.stdout
+
+
+def test_cpu_run_from_logits_in_parts(tmp_path: Path) -> None:
+    parts = []
+    for names in ("torch-formula", "jax-formula,liger,speculators"):
+        parts.append(tmp_path / f"{len(parts)}.json")
+        done = _bench(
+            *("run", "--device", "cpu", "--op", "logits", "--impl", names),
+            *("--shapes", "8x600,4x520:bfloat16", "--repeats", "1", "-o", str(parts[-1])),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    merged = results.merge(parts)["rows"]
+    assert len(merged) == 2 * 4 * len(PHASES)
+    run.check_identical_inputs(merged)
+    for row in merged:
+        where = (row["implementation"], row["phase"], row["reason"])
+        assert (row["op"], row["inputs"]) == (LOGITS, "logits")
+        on_cpu = row["implementation"] not in ("liger", "speculators")
+        assert row["status"] == ("ok" if on_cpu else "unavailable"), where
+        assert on_cpu == (row["wall_us"] is not None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--impl", "speculators"], "only --op logits"),
+        (["--op", "logits", "--inputs", "text"], "are probabilities"),
+    ],
+)
+def test_command_line_refuses_what_no_op_measures(
+    tmp_path: Path, arguments: list[str], words: str
+) -> None:
+    done = _bench("run", *arguments, "-o", str(tmp_path / "x.json"))
+    assert done.returncode == 2
+    assert words in done.stdout
 
 
 def test_command_line_refuses_unknown_words(tmp_path: Path) -> None:
