@@ -15,6 +15,7 @@ from bench.gpus import floor_us
 from bench.oracle import PROJECT, PROJECT_LOSS_TOLERANCE
 from bench.report import (
     KERNELS,
+    OP_TITLES,
     Row,
     achieved_tb_s,
     best_peer,
@@ -25,6 +26,7 @@ from bench.report import (
     megabytes,
     microseconds,
     number,
+    ops_of,
     phase_title,
     rate,
     shape_key,
@@ -33,7 +35,7 @@ from bench.report import (
     time_us,
 )
 from bench.results import Result, ResultsError
-from bench.shapes import PHASES
+from bench.shapes import LOGITS, PHASES
 
 TEMPLATE = "page.html.j2"
 STATUSES = ("ok", "wrong", "failed", "unavailable")
@@ -212,16 +214,15 @@ def _legend(rows: list[Row], environment: Values, section: str) -> list[tuple[st
 
 def _rooflines(rows: list[Row], environment: Values) -> list[tuple[str, Markup]]:
     known = [row for row in rows if achieved_tb_s(row) is not None]
-    phases = sorted({row["phase"] for row in known}, key=lambda phase: _place(phase, PHASES))
-    return [
-        (
-            phase_title(phase, environment),
-            Markup(
-                plots.roofline_svg(phase, [r for r in known if r["phase"] == phase], environment)
-            ),
-        )
-        for phase in phases
-    ]
+    drawn = []
+    for op in ops_of(known):
+        own = [row for row in known if row["op"] == op]
+        for phase in sorted({row["phase"] for row in own}, key=lambda name: _place(name, PHASES)):
+            rows = [row for row in own if row["phase"] == phase]
+            suffix = f", {OP_TITLES[op]}" if op == LOGITS else ""
+            svg = Markup(plots.roofline_svg(phase + suffix, rows, environment))
+            drawn.append((phase_title(phase, environment) + suffix, svg))
+    return drawn
 
 
 def _times(rows: list[Row], environment: Values) -> list[Values]:
@@ -231,23 +232,28 @@ def _times(rows: list[Row], environment: Values) -> list[Values]:
     for group in sorted(groups, key=lambda g: _place(g[3], PHASES)):
         tokens, dtype, kind, phase = group
         svg = Markup(plots.times_svg(group, groups[group], environment))
-        section = (kind, dtype != "float32", dtype, -tokens)
+        section = (kind == "logits", kind, dtype != "float32", dtype, -tokens)
         sections[section].append((phase_title(phase, environment), svg))
     return [
-        {"title": f"{dtype}, {inputs_title(kind)}, {-tokens} tokens", "plots": sections[key]}
+        {
+            "title": f"{dtype}, {inputs_title(kind)}" + (f", {-tokens} tokens" if tokens else ""),
+            "plots": sections[key],
+        }
         for key in sorted(sections)
-        for kind, _, dtype, tokens in [key]
+        for _, kind, _, dtype, tokens in [key]
     ]
 
 
 # --- memory --------------------------------------------------------------------------------------
 
 
-def _memory(rows: list[Row]) -> Values | None:
-    """Bytes kept by each implementation: per element at its largest shape, and of all shapes."""
+def _memory(rows: list[Row]) -> list[Values]:
     known = [row for row in rows if row["kept_bytes"] is not None]
-    if not known:
-        return None
+    return [_memory_of(op, [row for row in known if row["op"] == op]) for op in ops_of(known)]
+
+
+def _memory_of(op: str, known: list[Row]) -> Values:
+    """Bytes kept by each implementation: per element at its largest shape, and of all shapes."""
     names = implementations_of(known)
     kept = {(shape_key(row), row["implementation"]): row["kept_bytes"] for row in known}
     shapes = sorted({key for key, _ in kept}, key=lambda k: (k[3], k[2] != "float32", -k[0], k[1]))
@@ -263,7 +269,9 @@ def _memory(rows: list[Row]) -> Values | None:
         )
         for key in shapes
     ]
-    return {"names": names, "lines": lines, "chart": Markup(plots.memory_svg(per_element))}
+    title = OP_TITLES.get(op, op)
+    chart = Markup(plots.memory_svg(title, per_element))
+    return {"title": title, "names": names, "lines": lines, "chart": chart}
 
 
 def _kept(size: int | None, key: tuple[int, int, str, str]) -> str:
@@ -295,7 +303,8 @@ def _parity(rows: list[Row]) -> list[Values]:
 
 
 def _where(row: Row) -> str:
-    return f"{row['phase']} {row['tokens']} × {row['vocab']} {row['dtype']}"
+    suffix = f" {OP_TITLES[LOGITS]}" if row["op"] == LOGITS else ""
+    return f"{row['phase']} {row['tokens']} × {row['vocab']} {row['dtype']}{suffix}"
 
 
 def _reasons(rows: list[Row]) -> list[str]:

@@ -21,6 +21,7 @@ from bench.report import (
     time_us,
 )
 from bench.results import Result
+from bench.shapes import LOGITS
 
 INK = "#000000"
 # Matplotlib's tab10 and one more: a colour for each name in ORDER, the last for other names.
@@ -32,7 +33,9 @@ MARKERS = "osDv<^P*Xdp"
 # Text stays text and "$" a dollar; one salt for each plot keeps the ids of a page apart.
 SETTINGS = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 RATIOS = (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
+ANY_TOKENS = 0
 Group = tuple[int, str, str, str]
+Place = tuple[int, int]
 
 
 def plot(result: Result, folder: Path) -> list[Path]:
@@ -41,9 +44,10 @@ def plot(result: Result, folder: Path) -> list[Path]:
     paths = []
     environment = result["environment"]
     for (tokens, dtype, kind, phase), rows in vocab_groups(result["rows"]).items():
-        suffix = "" if kind == "random" else f"_{kind}"
-        path = folder / f"{phase}_{dtype}_{tokens}{suffix}.png"
-        title = f"TVD loss, {phase_title(phase, environment)}: {tokens} tokens, {dtype}"
+        words = (phase, dtype, str(tokens or ""), "" if kind == "random" else kind)
+        path = folder / ("_".join(filter(None, words)) + ".png")
+        op = "TVD loss from logits" if kind == "logits" else "TVD loss"
+        title = f"{op}, {phase_title(phase, environment)}: {group_title(tokens, dtype)}"
 
         def draw(figure: Any, rows: list[Row] = rows, title: str = title) -> None:
             panels = figure.subplots(1, _panels(rows, environment), squeeze=False)[0]
@@ -58,11 +62,16 @@ def plot(result: Result, folder: Path) -> list[Path]:
 
 
 def vocab_groups(rows: list[Row]) -> dict[Group, list[Row]]:
-    """Measured rows that differ in vocab and implementation only, where there are two vocabs."""
+    """Measured rows that differ in vocab and implementation only, where there are two vocabs.
+
+    From logits they differ in the number of tokens too: the vocabularies are measured at about
+    as many elements each.
+    """
     groups: dict[Group, list[Row]] = defaultdict(list)
     for row in rows:
         if time_us(row) is not None:
-            groups[row["tokens"], row["dtype"], row["inputs"], row["phase"]].append(row)
+            tokens = ANY_TOKENS if row["op"] == LOGITS else row["tokens"]
+            groups[tokens, row["dtype"], row["inputs"], row["phase"]].append(row)
     return {
         key: group
         for key, group in sorted(groups.items())
@@ -70,10 +79,26 @@ def vocab_groups(rows: list[Row]) -> dict[Group, list[Row]]:
     }
 
 
-def floors_of(rows: list[Row], environment: dict[str, Any]) -> dict[int, float]:
+def group_title(tokens: int, dtype: str) -> str:
+    return dtype if tokens == ANY_TOKENS else f"{tokens} tokens, {dtype}"
+
+
+def _place(row: Row) -> Place:
+    return row["vocab"], row["tokens"]
+
+
+def floors_of(rows: list[Row], environment: dict[str, Any]) -> dict[Place, float]:
     tb_s = environment.get("datasheet_tb_s")
-    floors = {row["vocab"]: floor_us(row["bytes"], tb_s) for row in rows if row["bytes"] and tb_s}
-    return {vocab: us for vocab, us in floors.items() if us is not None}
+    floors = {_place(row): floor_us(row["bytes"], tb_s) for row in rows if row["bytes"] and tb_s}
+    return {place: us for place, us in floors.items() if us is not None}
+
+
+def _positions(rows: list[Row]) -> dict[Place, int]:
+    """Where shapes stand on the axis: at their vocab, or in a row if the tokens differ too."""
+    places = sorted({_place(row) for row in rows})
+    if len({tokens for _, tokens in places}) == 1:
+        return {place: place[0] for place in places}
+    return {place: number for number, place in enumerate(places)}
 
 
 def _panels(rows: list[Row], environment: dict[str, Any]) -> int:
@@ -82,27 +107,27 @@ def _panels(rows: list[Row], environment: dict[str, Any]) -> int:
 
 def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> None:
     """Time against vocab; on a second panel its ratio to the floor, where there is one."""
-    floors = floors_of(rows, environment)
+    floors, positions = floors_of(rows, environment), _positions(rows)
     for name in implementations_of(rows):
-        line = sorted((r["vocab"], time_us(r)) for r in rows if r["implementation"] == name)
+        line = sorted((_place(r), time_us(r)) for r in rows if r["implementation"] == name)
         style = line_style(name)
-        panels[0].plot([v for v, _ in line], [us for _, us in line], label=name, **style)
+        panels[0].plot([positions[v] for v, _ in line], [us for _, us in line], label=name, **style)
         if floors:
-            known = [(v, us / floors[v]) for v, us in line if v in floors]
-            panels[1].plot([v for v, _ in known], [ratio for _, ratio in known], **style)
+            known = [(positions[v], us / floors[v]) for v, us in line if v in floors]
+            panels[1].plot([x for x, _ in known], [ratio for _, ratio in known], **style)
     kernel = {row["kernel_us"] is not None for row in rows}
     clock = {(True,): "kernel time", (False,): "wall time"}.get(
         tuple(kernel), "kernel or wall time"
     )
     panels[0].set_ylabel(f"µs per call ({clock}, median)")
     if floors:
-        line = sorted(floors.items())
+        line = [(positions[place], us) for place, us in sorted(floors.items())]
         label = f"floor ({environment['datasheet_tb_s']} TB/s)"
-        panels[0].plot([v for v, _ in line], [us for _, us in line], label=label, color=INK)
+        panels[0].plot([x for x, _ in line], [us for _, us in line], label=label, color=INK)
         panels[1].axhline(1.0, color=INK)
         panels[1].set_ylabel("time / floor")
     for panel in panels:
-        _vocab_axis(panel, sorted({row["vocab"] for row in rows}))
+        _shape_axis(panel, positions)
         panel.set_yscale("log")
         panel.grid(True, which="both", alpha=0.25)
     _plain_ticks(panels[0].yaxis)
@@ -110,7 +135,14 @@ def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> Non
         _plain_ticks(panels[1].yaxis, RATIOS)
 
 
-def _vocab_axis(axes: Any, vocabs: list[int]) -> None:
+def _shape_axis(axes: Any, positions: dict[Place, int]) -> None:
+    vocabs = [vocab for vocab, _ in positions]
+    if list(positions.values()) != vocabs:
+        labels = [f"{tokens} ×\n{vocab}" for vocab, tokens in positions]
+        axes.set_xticks(list(positions.values()), labels)
+        axes.margins(x=0.15)
+        axes.set_xlabel("tokens × vocab")
+        return
     axes.set_xscale("log", base=2)
     # 50257 and 151936 sit too close to powers of two for two labels.
     ticks = [v for v in vocabs if v & (v - 1) == 0] or vocabs
@@ -193,11 +225,11 @@ def times_svg(group: Group, rows: list[Row], environment: dict[str, Any]) -> str
     def draw(figure: Any) -> None:
         draw_times(figure.subplots(panels, 1, squeeze=False)[:, 0], rows, environment)
 
-    label = f"Time against vocab, {phase}: {tokens} tokens, {dtype}, {kind} inputs"
+    label = f"Time against vocab, {phase}: {group_title(tokens, dtype)}, {kind} inputs"
     return _svg(f"times {group}", label, (4.6, 2.9 * panels), draw)
 
 
-def roofline_svg(phase: str, rows: list[Row], environment: dict[str, Any]) -> str:
+def roofline_svg(title: str, rows: list[Row], environment: dict[str, Any]) -> str:
     """Achieved TB/s against the bytes to move, below the datasheet's and the copies' bandwidth."""
 
     def draw(figure: Any) -> None:
@@ -212,8 +244,8 @@ def roofline_svg(phase: str, rows: list[Row], environment: dict[str, Any]) -> st
         axes.set_ylabel("TB/s achieved")
         axes.grid(True, alpha=0.25)
 
-    label = f"Achieved bandwidth of each implementation, {phase}"
-    return _svg(f"roofline {phase}", label, (4.6, 3.3), draw)
+    label = f"Achieved bandwidth of each implementation, {title}"
+    return _svg(f"roofline {title}", label, (4.6, 3.3), draw)
 
 
 def _roofline_points(axes: Any, name: str, rows: list[Row]) -> None:
@@ -245,7 +277,7 @@ def _roof_label(axes: Any, text: str, height: float) -> None:
     axes.text(0.01, height, text, transform=place, va="bottom", fontsize=8)
 
 
-def memory_svg(per_element: dict[str, dict[str, float]]) -> str:
+def memory_svg(title: str, per_element: dict[str, dict[str, float]]) -> str:
     """Bars of the bytes kept per element, by implementation and dtype."""
     names = list(per_element)
     dtypes = sorted({dtype for kept in per_element.values() for dtype in kept}, reverse=True)
@@ -266,8 +298,8 @@ def memory_svg(per_element: dict[str, dict[str, float]]) -> str:
         axes.set_xlabel("bytes kept per element")
         axes.spines[["top", "right"]].set_visible(False)
 
-    label = "Bytes kept between forward and backward per element, by implementation"
-    return _svg("memory", label, (4.6, 0.8 + 0.45 * len(names)), draw)
+    label = f"Bytes kept between forward and backward per element, by implementation, {title}"
+    return _svg(f"memory {title}", label, (4.6, 0.8 + 0.45 * len(names)), draw)
 
 
 def swatch_svg(name: str | None, salt: str) -> str:

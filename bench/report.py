@@ -11,7 +11,7 @@ from rich.table import Table
 from bench import published
 from bench.gpus import floor_us
 from bench.results import Result, ResultsError, write_atomically
-from bench.shapes import PHASES
+from bench.shapes import LOGITS, LOSS, OPS, PHASES
 from bench.timing import quantiles
 
 PEERS = (
@@ -43,6 +43,8 @@ PHASE_TITLES = {
     "total_upstream_1": "forward + backward, upstream gradient 1",
     "total": "forward + backward, upstream gradient ≠ 1",
 }
+OP_TITLES = {LOSS: "from probabilities", LOGITS: "from logits"}
+INPUTS_TITLES = {"random": "random softmax rows", "text": "real-text rows", "logits": "from logits"}
 Row = dict[str, Any]
 ShapeKey = tuple[int, int, str, str]
 
@@ -203,7 +205,9 @@ def _print_shape(
     console: Console,
 ) -> None:
     tokens, vocab, dtype, kind = key
-    title = f"{tokens} × {vocab} {dtype}, {kind} inputs"
+    title = f"{tokens} × {vocab} {dtype}, " + (
+        OP_TITLES[LOGITS] if kind == "logits" else f"{kind} inputs"
+    )
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = COLUMNS if console.width >= 120 else COLUMNS[:NARROW]
     for column in columns:
@@ -303,7 +307,7 @@ def markdown(
     phases: tuple[str, ...] = ("forward", "total"),
     implementations: tuple[str, ...] | None = None,
 ) -> str:
-    """The README's tables: µs and × floor per vocab, one table for each dtype and phase."""
+    """The README's tables: µs and × floor per vocab, one for each op, dtype and phase."""
     environment = result["environment"]
     if environment["protocol"].startswith("published"):
         return "\n".join(published_lines(result))
@@ -314,6 +318,23 @@ def markdown(
         if row["phase"] in phases
         and (implementations is None or row["implementation"] in implementations)
     ]
+    ops = ops_of(rows)
+    for op in ops:
+        if len(ops) > 1:
+            lines += ["", f"### {OP_TITLES.get(op, op).capitalize()}: `{op}`"]
+        lines += _markdown_tables([row for row in rows if row["op"] == op], environment)
+    lines += ["", *(f"- {line}" for line in unmeasured(rows))]
+    return "\n".join(lines).rstrip()
+
+
+def ops_of(rows: list[Row]) -> list[str]:
+    present = {row["op"] for row in rows}
+    return [op for op in OPS if op in present] + sorted(present - set(OPS))
+
+
+def _markdown_tables(rows: list[Row], environment: dict[str, Any]) -> list[str]:
+    """The tables of one op."""
+    lines = []
     groups = dict.fromkeys((row["dtype"], row["inputs"], row["phase"]) for row in rows)
     for dtype, kind, phase in sorted(groups, key=lambda g: (g[1], g[0] != "float32", g[2])):
         chosen = [r for r in rows if (r["dtype"], r["inputs"], r["phase"]) == (dtype, kind, phase)]
@@ -323,17 +344,16 @@ def markdown(
             "",
         ]
         lines += _markdown_table(chosen, environment.get("datasheet_tb_s"))
-    lines += ["", *(f"- {line}" for line in unmeasured(rows))]
-    return "\n".join(lines).rstrip()
+    return lines
 
 
 def inputs_title(kind: str) -> str:
-    return {"random": "random softmax rows", "text": "real-text rows"}.get(kind, kind)
+    return INPUTS_TITLES.get(kind, kind)
 
 
 def _markdown_caption(environment: dict[str, Any]) -> str:
     versions = environment["versions"]
-    named = ("torch", "triton", "jax", "liger-kernel", "jax-triton")
+    named = ("torch", "triton", "jax", "liger-kernel", "speculators", "jax-triton")
     where = environment["gpu"] or "CPU"
     clock = "Kernel time (CUPTI)" if environment["gpu"] else "Wall time"
     floor = environment.get("datasheet_tb_s")

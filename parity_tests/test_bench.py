@@ -318,6 +318,25 @@ def test_markdown_table() -> None:
     assert "jax-xla: unavailable in 1 rows: not installed" in table
 
 
+def test_markdown_has_a_section_for_each_op() -> None:
+    shape = Shape(16384, 32768, "bfloat16", "logits")
+    from_logits = [
+        base_row(name, phase, shape) | {"kernel_us": us, "floor_ratio": us / 447.4}
+        for phase in ("forward", "total")
+        for name, us in (("jax-pallas", 500.0), ("speculators", 1000.0), ("liger", 1500.0))
+    ]
+    table = report.markdown(_result([*from_logits, _row("torch-triton"), _row("liger")]))
+    first, second = table.split("### From logits: `tvd_from_logits`")
+    assert "### From probabilities: `tvd_loss`" in first
+    assert "16384 × 4096" in first and "16384 × 32768" not in first
+    assert "**forward + backward, upstream gradient ≠ 1**, bfloat16, from logits" in second
+    assert "| tokens × vocab | floor | jax-pallas | liger | speculators |" in second
+    assert (
+        "| 16384 × 32768 | 447.4 | 500.0 (1.12) | 1500 (3.35) | 1000 (2.24) | 0.50 (spec" in second
+    )
+    assert "###" not in report.markdown(_result(from_logits)), "one op needs no heading"
+
+
 def test_readme_block_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
     readme = tmp_path / "README.md"
     readme.write_text("before\n<!-- bench:table:start -->\nold\n<!-- bench:table:end -->\nafter\n")
@@ -347,6 +366,13 @@ def test_plots_are_written(tmp_path: Path) -> None:
     (path,) = plots.plot(_result(rows), tmp_path)
     assert path.name == "forward_float32_16.png"
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_plots_from_logits_put_shapes_in_a_row(tmp_path: Path) -> None:
+    shapes = [Shape(8, 64, inputs="logits"), Shape(4, 96, inputs="logits")]
+    rows = [base_row("torch-triton", "forward", shape) | {"kernel_us": 9.0} for shape in shapes]
+    (path,) = plots.plot(_result(rows), tmp_path)
+    assert path.name == "forward_float32_logits.png"
 
 
 # --- the clock -----------------------------------------------------------------------------------

@@ -242,6 +242,30 @@ def test_page_has_a_plot_for_each_phase_and_dtype(tmp_path: Path) -> None:
     assert sum(label.startswith("Bytes kept") for label in labels) == 1
 
 
+def _from_logits(name: str, us: float, tokens: int, vocab: int, **values: object) -> dict:
+    shape = Shape(tokens, vocab, "bfloat16", "logits")
+    own = ("op", "tokens", "vocab", "dtype", "inputs", "bytes")
+    made = base_row(name, "forward", shape)
+    return _row(name, us, **values) | {field: made[field] for field in own}
+
+
+def test_page_keeps_the_ops_apart(tmp_path: Path) -> None:
+    rows = [_row("liger", vocab=vocab) for vocab in (4096, 8192)]
+    rows += [_from_logits("speculators", 50.0, 64, 4096, kept_bytes=0)]
+    rows += [_from_logits("speculators", 50.0, 32, 9000, kept_bytes=7)]
+    text = _page(tmp_path, _result(*rows))
+    reader = _Reader(text)
+    labels = [known["aria-label"] for tag, known in reader.elements if tag == "svg"]
+    for start in ("Time against vocab", "Achieved bandwidth", "Bytes kept"):
+        found = [label for label in labels if label.startswith(start)]
+        assert len(found) == 2, start
+        assert sum("logits" in label for label in found) == 1, start
+    assert "speculators forward 32x9000:bfloat16:logits" in reader.lines
+    assert "bfloat16, from logits" in reader.text
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(ids) == len(set(ids))
+
+
 def test_plots_take_their_ink_and_colours_from_the_page(stored_page: str) -> None:
     drawn = " ".join(re.findall(r"<svg.*?</svg>", stored_page, re.DOTALL))
     assert "var(--series-0)" in drawn
@@ -479,6 +503,16 @@ def test_a_row_that_became_unavailable_does_not_fail() -> None:
     code, text = _compare(_result(_row("jax-triton")), new)
     assert code == 0
     assert "other status" in _line(text, "jax-triton")
+
+
+def test_a_regression_from_logits_fails_by_itself() -> None:
+    old = [_row("torch-triton"), _from_logits("torch-triton", 100.0, 64, 4096)]
+    new = [_row("torch-triton"), _from_logits("torch-triton", 120.0, 64, 4096)]
+    code, text = _compare(_result(*old), _result(*new))
+    assert code == 1
+    assert text.count("REGRESSION") == 1
+    (line,) = [line for line in text.splitlines() if "REGRESSION: slower" in line]
+    assert "64x4096 bfloat16 logits" in line
 
 
 def test_rows_of_one_file_only() -> None:
