@@ -76,6 +76,11 @@ def check_reduction(reduction: Any, reductions: tuple[str, ...] = REDUCTIONS) ->
         raise ValueError(f"reduction must be one of {', '.join(reductions)}, got {reduction!r}")
 
 
+def check_labels(labels: Any, array_type: Any) -> None:
+    """Raises ``TypeError`` unless there are labels: of losses that are nothing without them."""
+    _check_array("labels", labels, array_type, INTEGER_DTYPES)
+
+
 def check_implementation(implementation: Any, names: tuple[str, ...]) -> None:
     """Raises ``ValueError`` unless ``implementation`` is ``None`` or one of ``names``."""
     if implementation is None or (isinstance(implementation, str) and implementation in names):

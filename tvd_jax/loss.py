@@ -29,7 +29,7 @@ from tvd_core.contract import (
 from tvd_jax import compat, pallas_ptx, triton_launch, xla
 
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
-_ARRAY_TYPES = (jax.Array, np.ndarray)
+ARRAY_TYPES = (jax.Array, np.ndarray)
 _CAPABILITY = {"pallas": PALLAS_CAPABILITY, "triton": TRITON_CAPABILITY}
 
 
@@ -157,7 +157,7 @@ def check_arrays(
         normalizer,
         reduction=reduction,
         ignore_index=ignore_index,
-        array_type=_ARRAY_TYPES,
+        array_type=ARRAY_TYPES,
         device_of=_device_of,
         names=names,
         reductions=reductions,
@@ -279,7 +279,7 @@ def _constant_jvp(name: str, primals: Any, tangents: Any) -> Any:
 
 def as_constant(name: str, x: Any) -> Any:
     """``x``, and an error where its derivative is asked for, if it is an array of floats."""
-    if not isinstance(x, _ARRAY_TYPES) or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not isinstance(x, ARRAY_TYPES) or not jnp.issubdtype(x.dtype, jnp.floating):
         return x
     return _constant(name, jnp.asarray(x))
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tvd_core.contract import logit_scale
-from tvd_torch.eager import accumulation_dtype, masked_difference, reduce_tokens, sign
+from tvd_torch.eager import accumulation_dtype, masked_difference, reduce_tokens, saveable, sign
 
 __all__ = ["Rows", "elementwise", "reduce_tokens", "rows"]
 
@@ -46,6 +46,8 @@ def rows(
         targets: ``[tokens]`` positions in the row, int64, each in the vocab.
     """
     kept = None if row_weights is None else row_weights != 0
+    if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
+        student, teacher = saveable(student), saveable(teacher)
     tvd, student_lse, teacher_lse, kl, target_logit = _Rows.apply(
         student, teacher, kept, targets, temperature, want_kl
     )

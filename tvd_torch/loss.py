@@ -116,8 +116,7 @@ def tvd_loss(
     """
     normalizer = checked_normalizer(p, q, labels, weights, normalizer, reduction, ignore_index)
     ignore_index = int(ignore_index)
-    if labels is not None and labels.dtype == torch.uint64 and ignore_index < 0:
-        labels = None  # no label matches; as int64 the largest would
+    labels = comparable(labels, ignore_index)
     chosen = choose_implementation(p, q, implementation)
     # Asked here, because ctx.needs_input_grad says yes under no_grad too.
     want_gradient = torch.is_grad_enabled() and (p.requires_grad or q.requires_grad)
@@ -185,6 +184,13 @@ def _transformed() -> bool:
 
 def _forward_mode() -> bool:
     return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
+def comparable(labels: Tensor | None, ignore_index: int) -> Tensor | None:
+    """Labels that may be compared as int64, or ``None`` where none of them can match."""
+    if labels is not None and labels.dtype == torch.uint64 and ignore_index < 0:
+        return None  # as int64 the largest would match
+    return labels
 
 
 def saveable(*constants: Tensor | None) -> tuple[Tensor | None, ...]:

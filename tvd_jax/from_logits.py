@@ -1,0 +1,417 @@
+"""Losses from logits for JAX: total variation distance, and what is built on it."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tvd_core.contract import (
+    REDUCTIONS,
+    TOKEN_REDUCTIONS,
+    as_number,
+    check_factor,
+    check_labels,
+    check_temperature,
+    no_elements_message,
+)
+from tvd_jax import logits_xla, xla
+from tvd_jax.logits_xla import Rows
+from tvd_jax.loss import (
+    ARRAY_TYPES,
+    as_constant,
+    check_arrays,
+    choose_implementation,
+    kept_weights,
+)
+
+_NAMES = ("student_logits", "teacher_logits")
+
+
+class TVDStats(NamedTuple):
+    """What the pass over the logits gives for each token beside the loss: the leading shape.
+
+    0 for an ignored token. The temperature is in them, the weights are not.
+    """
+
+    per_token: jax.Array
+    """Total variation distance."""
+    acceptance: jax.Array
+    """``1 - per_token``, the acceptance rate of speculative sampling."""
+    student_lse: jax.Array
+    """``log(sum_v exp(student_logits / temperature))``."""
+    teacher_lse: jax.Array
+    """``log(sum_v exp(teacher_logits / temperature))``."""
+
+
+@overload
+def tvd_from_logits(
+    student_logits: jax.Array,
+    teacher_logits: jax.Array,
+    labels: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: jax.Array | None = None,
+    normalizer: jax.Array | float | None = None,
+    return_stats: Literal[False] = False,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def tvd_from_logits(
+    student_logits: jax.Array,
+    teacher_logits: jax.Array,
+    labels: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: jax.Array | None = None,
+    normalizer: jax.Array | float | None = None,
+    return_stats: Literal[True],
+    implementation: str | None = None,
+) -> tuple[jax.Array, TVDStats]: ...
+
+
+def tvd_from_logits(
+    student_logits: jax.Array,
+    teacher_logits: jax.Array,
+    labels: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: jax.Array | None = None,
+    normalizer: jax.Array | float | None = None,
+    return_stats: bool = False,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, TVDStats]:
+    """Total variation distance between the softmaxes of logits per token, reduced over the tokens.
+
+    ``p = softmax(student_logits / temperature)``, ``q = softmax(teacher_logits / temperature)``,
+    ``loss = tvd_loss(p, q)``; the kernels write neither to memory. With
+    ``u = 0.5 * sign(p - q) * scale`` the student's gradient is
+    ``p * (u - sum_v p * u) / temperature``, the teacher's ``-q * (u - sum_v q * u) / temperature``,
+    each only if it is asked for.
+
+    Args:
+        student_logits: ``[..., vocab]``; float32, bfloat16 or float16 (float64: XLA only). -inf
+            masks an element, whose probability and gradient are 0. A row of nothing else is NaN.
+        teacher_logits: logits with the shape of ``student_logits``; the dtype may differ.
+        labels: integers with the leading shape. A token whose label is ``ignore_index`` contributes
+            exactly 0 to the loss and gradients, whatever its rows hold.
+        temperature: divides the logits; a positive Python or NumPy number in float32's range.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``. ``"none"``
+            is XLA's only, which ``implementation=None`` then picks.
+        ignore_index: the label that marks an ignored token.
+        weights: weight of each token, floats with the leading shape; a constant. A weight of 0
+            ignores the token.
+        normalizer: divisor of ``batchmean`` and ``mean`` in place of the kept weights' sum, as for
+            :func:`tvd_loss`.
+        return_stats: whether to return ``TVDStats`` too.
+        implementation: ``"pallas"``, ``"triton"``, ``"xla"``, or ``None`` to pick by
+            device. A named one is used or the call fails.
+
+    Returns:
+        float32 (float64 if an input is), of the shape that :func:`tvd_loss` gives it; with
+        ``return_stats`` the pair of it and ``TVDStats``, which is differentiable.
+
+    Raises:
+        ValueError: a shape, device, temperature, reduction, normalizer or implementation does not
+            fit.
+        TypeError: something is not an array, or has the wrong type or dtype.
+
+    Source: as for :func:`tvd_loss`.
+    """
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        REDUCTIONS,
+    )
+    rows = None if reduction == "none" and not return_stats else _rows(call)
+    if reduction == "none":
+        elements = logits_xla.elementwise(*call.logits, call.row_weights, call.temperature)
+        loss = elements.reshape(student_logits.shape)
+    else:
+        assert rows is not None
+        loss = _reduced(call, rows.tvd, reduction)
+    return loss if rows is None or not return_stats else (loss, _stats(call, rows))
+
+
+def acceptance_loss(
+    student_logits: jax.Array,
+    teacher_logits: jax.Array,
+    labels: jax.Array | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: jax.Array | None = None,
+    normalizer: jax.Array | float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Negative logarithm of the acceptance rate: ``-log(1 - tvd_t)`` per token, reduced.
+
+    The acceptance rate counts as at least half an epsilon, 2**-24 (2**-53 in float64), the smallest
+    that ``1 - tvd`` can be beside 0. So the loss is at most 16.7 a token, and where the
+    distributions overlap by less its gradient is that of the distance times 2**24: finite, and not
+    cut off.
+
+    Args:
+        student_logits, teacher_logits, labels, temperature, ignore_index, weights, normalizer,
+            implementation: as for :func:`tvd_from_logits`.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
+
+    Returns:
+        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+
+    Raises:
+        ValueError, TypeError: as :func:`tvd_from_logits`.
+
+    Source: Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative
+    Decoding", arXiv 2602.23881.
+    """
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        TOKEN_REDUCTIONS,
+    )
+    acceptance = 1 - _rows(call).tvd
+    floor = jnp.finfo(acceptance.dtype).eps / 2
+    # The value of the larger, the gradient of the acceptance: a maximum would have none below.
+    return _reduced(
+        call,
+        -jnp.log(acceptance + lax.stop_gradient(jnp.maximum(acceptance, floor) - acceptance)),
+        reduction,
+    )
+
+
+def hybrid_loss(
+    student_logits: jax.Array,
+    teacher_logits: jax.Array,
+    labels: jax.Array | None = None,
+    *,
+    eta: float = 1.0,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: jax.Array | None = None,
+    normalizer: jax.Array | float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """KL divergence where the draft is far from the teacher, the distance where it is near.
+
+    ``lambda_t * kl_t + (1 - lambda_t) * tvd_t`` per token, reduced, with
+    ``kl_t = sum_v q * (log q - log p)`` of teacher ``q`` and student ``p``, and
+    ``lambda_t = exp(-eta * (1 - tvd_t))``, which counts as constant in the gradient.
+
+    Terms where ``q`` is 0 are 0; a student logit of -inf where ``q`` is not makes the token inf.
+    The gradient of the divergence takes the teacher's probabilities, so the teacher's logits are
+    kept for the backward, which ``tvd_from_logits`` need not do.
+
+    Args:
+        student_logits, teacher_logits, labels, temperature, ignore_index, weights, normalizer,
+            implementation: as for :func:`tvd_from_logits`.
+        eta: how fast the divergence fades as the acceptance rate grows; a number from 0 on.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
+
+    Returns:
+        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+
+    Raises:
+        ValueError, TypeError: as :func:`tvd_from_logits`; ``eta`` is not such a number.
+
+    Source: Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative
+    Decoding", arXiv 2602.23881.
+    """
+    check_factor("eta", eta)
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        TOKEN_REDUCTIONS,
+    )
+    rows = _rows(call, want_kl=True)
+    assert rows.kl is not None
+    share = jnp.exp(-float(eta) * (1 - lax.stop_gradient(rows.tvd)))
+    return _reduced(call, share * rows.kl + (1 - share) * rows.tvd, reduction)
+
+
+def cross_entropy_tvd_loss(
+    student_logits: jax.Array,
+    teacher_logits: jax.Array,
+    labels: jax.Array,
+    *,
+    ce_weight: float = 1.0,
+    tvd_weight: float = 1.0,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: jax.Array | None = None,
+    normalizer: jax.Array | float | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    """Cross entropy of the student on hard labels and the distance to the teacher, in one pass.
+
+    ``ce_weight * ce_t + tvd_weight * tvd_t`` per token, reduced, with
+    ``ce_t = -log(softmax(student_logits / temperature)[label_t])``. The temperature is that of the
+    distance, because both come from one softmax.
+
+    Args:
+        student_logits, teacher_logits, temperature, ignore_index, weights, normalizer,
+            implementation: as for :func:`tvd_from_logits`.
+        labels: integers with the leading shape, ``ignore_index`` or a position in the vocab. The
+            loss of a token with another label is NaN.
+        ce_weight, tvd_weight: numbers from 0 on.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
+
+    Returns:
+        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+
+    Raises:
+        ValueError, TypeError: as :func:`tvd_from_logits`; a weight is not such a number.
+    """
+    check_factor("ce_weight", ce_weight)
+    check_factor("tvd_weight", tvd_weight)
+    check_labels(labels, ARRAY_TYPES)
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        TOKEN_REDUCTIONS,
+    )
+    vocab = call.logits[0].shape[1]
+    targets = jnp.asarray(labels).reshape(-1)
+    inside = (targets >= 0) & (targets < vocab)
+    rows = _rows(call, targets=jnp.where(inside, targets, 0).astype(jnp.int32))
+    assert rows.target_logit is not None
+    cross_entropy = rows.student_lse - rows.target_logit
+    outside = ~inside if call.row_weights is None else ~inside & (call.row_weights != 0)
+    cross_entropy = jnp.where(outside, jnp.nan, cross_entropy)
+    per_token = float(ce_weight) * cross_entropy + float(tvd_weight) * rows.tvd
+    return _reduced(call, per_token, reduction)
+
+
+# --- what the losses share -----------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """Checked inputs as rows of logits, and the functions of the implementation that takes them."""
+
+    logits: tuple[jax.Array, jax.Array]
+    row_weights: jax.Array | None
+    normalizer: jax.Array | float | None
+    temperature: float
+    leading: tuple[int, ...]
+    rows: Callable[..., Rows]
+    reduce_tokens: Callable[..., jax.Array]
+
+
+def _checked(
+    student_logits: Any,
+    teacher_logits: Any,
+    labels: Any,
+    temperature: float,
+    reduction: str,
+    ignore_index: int,
+    weights: Any,
+    normalizer: Any,
+    implementation: str | None,
+    reductions: tuple[str, ...],
+) -> _Call:
+    check_arrays(
+        student_logits,
+        teacher_logits,
+        labels,
+        weights,
+        normalizer,
+        reduction,
+        ignore_index,
+        _NAMES,
+        reductions,
+    )
+    check_temperature(temperature)
+    functions = _functions(student_logits, teacher_logits, implementation, reduction)
+    student, teacher = jnp.asarray(student_logits), jnp.asarray(teacher_logits)
+    weights = as_constant("weights", weights)
+    normalizer = as_constant("normalizer", as_number(normalizer))
+    dtype = xla.accumulation_dtype(student, teacher)
+    row_weights = kept_weights(labels, weights, int(ignore_index), dtype)
+    leading, vocab = student.shape[:-1], student.shape[-1]
+    tokens = student.size // vocab
+    return _Call(
+        (student.reshape(tokens, vocab), teacher.reshape(tokens, vocab)),
+        None if row_weights is None else row_weights.reshape(tokens),
+        normalizer,
+        float(temperature),
+        leading,
+        *functions,
+    )
+
+
+def _functions(
+    student_logits: Any, teacher_logits: Any, implementation: str | None, reduction: str
+) -> tuple[Callable[..., Rows], Callable[..., jax.Array]]:
+    """``rows`` and ``reduce_tokens``: the one place where implementations are looked up."""
+    chosen = choose_implementation(student_logits, teacher_logits, implementation, _NAMES)
+    if chosen != "xla" and reduction == "none" and implementation is not None:
+        raise ValueError(no_elements_message(chosen, "xla"))
+    if chosen == "xla" or reduction == "none" or student_logits.size == 0:
+        return logits_xla.rows, logits_xla.reduce_tokens
+    from tvd_jax import logits_rows
+
+    return (
+        functools.partial(logits_rows.rows, implementation=chosen),
+        functools.partial(logits_rows.reduce_tokens, implementation=chosen),
+    )
+
+
+def _rows(call: _Call, *, want_kl: bool = False, targets: jax.Array | None = None) -> Rows:
+    return call.rows(
+        *call.logits, call.row_weights, call.temperature, want_kl=want_kl, targets=targets
+    )
+
+
+def _reduced(call: _Call, per_token: jax.Array, reduction: str) -> jax.Array:
+    vocab = call.logits[0].shape[1]
+    result = call.reduce_tokens(per_token, call.row_weights, call.normalizer, reduction, vocab)
+    return result.reshape(call.leading) if reduction == "per_token" else result
+
+
+def _stats(call: _Call, rows: Rows) -> TVDStats:
+    acceptance = 1 - rows.tvd
+    if call.row_weights is not None:
+        acceptance = jnp.where(call.row_weights != 0, acceptance, 0)
+    values = (rows.tvd, acceptance, rows.student_lse, rows.teacher_lse)
+    return TVDStats(*(x.reshape(call.leading) for x in values))

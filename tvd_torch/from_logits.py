@@ -1,0 +1,479 @@
+"""Losses from logits for PyTorch: total variation distance, and what is built on it."""
+
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from tvd_core.contract import (
+    REDUCTIONS,
+    TOKEN_REDUCTIONS,
+    check_factor,
+    check_ignore_index,
+    check_implementation,
+    check_labels,
+    check_reduction,
+    check_temperature,
+    no_elements_message,
+)
+from tvd_torch import eager, logits_eager
+from tvd_torch.logits_eager import Rows
+from tvd_torch.loss import (
+    IMPLEMENTATIONS,
+    checked_normalizer,
+    choose_implementation,
+    comparable,
+    kept_weights,
+    saveable,
+)
+
+_NAMES = ("student_logits", "teacher_logits")
+
+
+class TVDStats(NamedTuple):
+    """What the pass over the logits gives for each token beside the loss: the leading shape.
+
+    0 for an ignored token. The temperature is in them, the weights are not.
+    """
+
+    per_token: Tensor
+    """Total variation distance."""
+    acceptance: Tensor
+    """``1 - per_token``, the acceptance rate of speculative sampling."""
+    student_lse: Tensor
+    """``log(sum_v exp(student_logits / temperature))``."""
+    teacher_lse: Tensor
+    """``log(sum_v exp(teacher_logits / temperature))``."""
+
+
+@overload
+def tvd_from_logits(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    return_stats: Literal[False] = False,
+    implementation: str | None = None,
+) -> Tensor: ...
+
+
+@overload
+def tvd_from_logits(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    return_stats: Literal[True],
+    implementation: str | None = None,
+) -> tuple[Tensor, TVDStats]: ...
+
+
+def tvd_from_logits(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    return_stats: bool = False,
+    implementation: str | None = None,
+) -> Tensor | tuple[Tensor, TVDStats]:
+    """Total variation distance between the softmaxes of logits per token, reduced over the tokens.
+
+    ``p = softmax(student_logits / temperature)``, ``q = softmax(teacher_logits / temperature)``,
+    ``loss = tvd_loss(p, q)``; the kernels write neither to memory. With
+    ``u = 0.5 * sign(p - q) * scale`` the student's gradient is
+    ``p * (u - sum_v p * u) / temperature``, the teacher's ``-q * (u - sum_v q * u) / temperature``,
+    each only if it is asked for.
+
+    Args:
+        student_logits: ``[..., vocab]``; float32, bfloat16 or float16 (float64: eager only). -inf
+            masks an element, whose probability and gradient are 0. A row of nothing else is NaN.
+        teacher_logits: logits with the shape of ``student_logits``; the dtype may differ.
+        labels: integers with the leading shape. A token whose label is ``ignore_index`` contributes
+            exactly 0 to the loss and gradients, whatever its rows hold.
+        temperature: divides the logits; a positive Python or NumPy number in float32's range.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``. ``"none"``
+            is eager's only, which ``implementation=None`` then picks.
+        ignore_index: the label that marks an ignored token.
+        weights: weight of each token, floats with the leading shape; a constant. A weight of 0
+            ignores the token.
+        normalizer: divisor of ``batchmean`` and ``mean`` in place of the kept weights' sum, as for
+            :func:`tvd_loss`.
+        return_stats: whether to return ``TVDStats`` too.
+        implementation: ``"triton"`` (CUDA GPUs), ``"eager"``, or ``None`` to pick by
+            device. A named one is used or the call fails.
+
+    Returns:
+        float32 (float64 if an input is), of the shape that :func:`tvd_loss` gives it; with
+        ``return_stats`` the pair of it and ``TVDStats``, which is differentiable.
+
+    Raises:
+        ValueError: a shape, device, temperature, reduction, normalizer or implementation does not
+            fit.
+        TypeError: something is not a dense tensor, or has the wrong type or dtype.
+
+    Source: as for :func:`tvd_loss`.
+    """
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        REDUCTIONS,
+    )
+    rows = None if reduction == "none" and not return_stats else _rows(call)
+    if reduction == "none":
+        elements = logits_eager.elementwise(*call.logits, call.row_weights, call.temperature)
+        loss = elements.reshape(student_logits.shape)
+    else:
+        assert rows is not None
+        loss = _reduced(call, rows.tvd, reduction)
+    return loss if rows is None or not return_stats else (loss, _stats(call, rows))
+
+
+class TVDFromLogitsLoss(torch.nn.Module):
+    """``tvd_from_logits`` as a module.
+
+    ``loss = 0.5 * sum_v |softmax(s / temperature) - softmax(t / temperature)|`` per token, reduced;
+    see :func:`tvd_from_logits`.
+
+    Args:
+        temperature: divides the logits.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``.
+        ignore_index: the label that marks an ignored token.
+        implementation: ``"triton"``, ``"eager"``, or ``None`` to pick by device.
+
+    Raises:
+        ValueError: a temperature out of range, an unknown reduction or implementation.
+        TypeError: ``temperature`` is not a number, or ``ignore_index`` not an int.
+    """
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        reduction: str = "batchmean",
+        ignore_index: int = -100,
+        implementation: str | None = None,
+    ) -> None:
+        super().__init__()
+        check_temperature(temperature)
+        check_reduction(reduction)
+        check_ignore_index(ignore_index)
+        check_implementation(implementation, IMPLEMENTATIONS)
+        self.temperature = temperature
+        self.reduction = reduction
+        self.ignore_index = ignore_index
+        self.implementation = implementation
+
+    def forward(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Tensor,
+        labels: Tensor | None = None,
+        *,
+        weights: Tensor | None = None,
+        normalizer: Tensor | float | None = None,
+    ) -> Tensor:
+        """Returns ``tvd_from_logits(student_logits, ...)`` with this module's options."""
+        return tvd_from_logits(
+            student_logits,
+            teacher_logits,
+            labels,
+            temperature=self.temperature,
+            reduction=self.reduction,
+            ignore_index=self.ignore_index,
+            weights=weights,
+            normalizer=normalizer,
+            implementation=self.implementation,
+        )
+
+    def extra_repr(self) -> str:
+        """Options shown by ``print(module)``."""
+        return (
+            f"temperature={self.temperature!r}, reduction={self.reduction!r}, "
+            f"ignore_index={self.ignore_index}, implementation={self.implementation!r}"
+        )
+
+
+def acceptance_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Negative logarithm of the acceptance rate: ``-log(1 - tvd_t)`` per token, reduced.
+
+    The acceptance rate counts as at least half an epsilon, 2**-24 (2**-53 in float64), the smallest
+    that ``1 - tvd`` can be beside 0. So the loss is at most 16.7 a token, and where the
+    distributions overlap by less its gradient is that of the distance times 2**24: finite, and not
+    cut off.
+
+    Args:
+        student_logits, teacher_logits, labels, temperature, ignore_index, weights, normalizer,
+            implementation: as for :func:`tvd_from_logits`.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
+
+    Returns:
+        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+
+    Raises:
+        ValueError, TypeError: as :func:`tvd_from_logits`.
+
+    Source: Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative
+    Decoding", arXiv 2602.23881.
+    """
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        TOKEN_REDUCTIONS,
+    )
+    acceptance = 1 - _rows(call).tvd
+    floor = torch.finfo(acceptance.dtype).eps / 2
+    # The value of the larger, the gradient of the acceptance: a maximum would have none below.
+    return _reduced(
+        call,
+        -torch.log(acceptance + (acceptance.clamp(min=floor) - acceptance).detach()),
+        reduction,
+    )
+
+
+def hybrid_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    eta: float = 1.0,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """KL divergence where the draft is far from the teacher, the distance where it is near.
+
+    ``lambda_t * kl_t + (1 - lambda_t) * tvd_t`` per token, reduced, with
+    ``kl_t = sum_v q * (log q - log p)`` of teacher ``q`` and student ``p``, and
+    ``lambda_t = exp(-eta * (1 - tvd_t))``, which counts as constant in the gradient.
+
+    Terms where ``q`` is 0 are 0; a student logit of -inf where ``q`` is not makes the token inf.
+    The gradient of the divergence takes the teacher's probabilities, so the teacher's logits are
+    kept for the backward, which ``tvd_from_logits`` need not do.
+
+    Args:
+        student_logits, teacher_logits, labels, temperature, ignore_index, weights, normalizer,
+            implementation: as for :func:`tvd_from_logits`.
+        eta: how fast the divergence fades as the acceptance rate grows; a number from 0 on.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
+
+    Returns:
+        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+
+    Raises:
+        ValueError, TypeError: as :func:`tvd_from_logits`; ``eta`` is not such a number.
+
+    Source: Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative
+    Decoding", arXiv 2602.23881.
+    """
+    check_factor("eta", eta)
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        TOKEN_REDUCTIONS,
+    )
+    rows = _rows(call, want_kl=True)
+    assert rows.kl is not None
+    share = torch.exp(-float(eta) * (1 - rows.tvd.detach()))
+    return _reduced(call, share * rows.kl + (1 - share) * rows.tvd, reduction)
+
+
+def cross_entropy_tvd_loss(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor,
+    *,
+    ce_weight: float = 1.0,
+    tvd_weight: float = 1.0,
+    temperature: float = 1.0,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: Tensor | None = None,
+    normalizer: Tensor | float | None = None,
+    implementation: str | None = None,
+) -> Tensor:
+    """Cross entropy of the student on hard labels and the distance to the teacher, in one pass.
+
+    ``ce_weight * ce_t + tvd_weight * tvd_t`` per token, reduced, with
+    ``ce_t = -log(softmax(student_logits / temperature)[label_t])``. The temperature is that of the
+    distance, because both come from one softmax.
+
+    Args:
+        student_logits, teacher_logits, temperature, ignore_index, weights, normalizer,
+            implementation: as for :func:`tvd_from_logits`.
+        labels: integers with the leading shape, ``ignore_index`` or a position in the vocab. The
+            loss of a token with another label is NaN.
+        ce_weight, tvd_weight: numbers from 0 on.
+        reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
+
+    Returns:
+        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+
+    Raises:
+        ValueError, TypeError: as :func:`tvd_from_logits`; a weight is not such a number.
+    """
+    check_factor("ce_weight", ce_weight)
+    check_factor("tvd_weight", tvd_weight)
+    check_labels(labels, Tensor)
+    call = _checked(
+        student_logits,
+        teacher_logits,
+        labels,
+        temperature,
+        reduction,
+        ignore_index,
+        weights,
+        normalizer,
+        implementation,
+        TOKEN_REDUCTIONS,
+    )
+    vocab = call.logits[0].shape[1]
+    targets = labels.reshape(-1).to(torch.int64)
+    inside = (targets >= 0) & (targets < vocab)
+    rows = _rows(call, targets=torch.where(inside, targets, 0))
+    assert rows.target_logit is not None
+    cross_entropy = rows.student_lse - rows.target_logit
+    outside = ~inside if call.row_weights is None else ~inside & (call.row_weights != 0)
+    cross_entropy = torch.where(outside, torch.nan, cross_entropy)
+    per_token = float(ce_weight) * cross_entropy + float(tvd_weight) * rows.tvd
+    return _reduced(call, per_token, reduction)
+
+
+# --- what the losses share -----------------------------------------------------------------------
+
+
+class _Call(NamedTuple):
+    """Checked inputs as rows of logits, and the module of the implementation that takes them."""
+
+    logits: tuple[Tensor, Tensor]
+    row_weights: Tensor | None
+    normalizer: Tensor | float | None
+    temperature: float
+    leading: torch.Size
+    module: Any
+
+
+def _checked(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    labels: Tensor | None,
+    temperature: float,
+    reduction: str,
+    ignore_index: int,
+    weights: Tensor | None,
+    normalizer: Tensor | float | None,
+    implementation: str | None,
+    reductions: tuple[str, ...],
+) -> _Call:
+    normalizer = checked_normalizer(
+        student_logits,
+        teacher_logits,
+        labels,
+        weights,
+        normalizer,
+        reduction,
+        ignore_index,
+        _NAMES,
+        reductions,
+    )
+    check_temperature(temperature)
+    module = _module(student_logits, teacher_logits, implementation, reduction)
+    if torch.is_grad_enabled() and (student_logits.requires_grad or teacher_logits.requires_grad):
+        labels, weights = saveable(labels, weights)
+    dtype = eager.accumulation_dtype(student_logits, teacher_logits)
+    labels = comparable(labels, int(ignore_index))
+    row_weights = kept_weights(labels, weights, int(ignore_index), dtype)
+    tokens, vocab = student_logits[..., 0].numel(), student_logits.shape[-1]
+    return _Call(
+        (student_logits.reshape(tokens, vocab), teacher_logits.reshape(tokens, vocab)),
+        None if row_weights is None else row_weights.reshape(tokens),
+        normalizer,
+        float(temperature),
+        student_logits.shape[:-1],
+        module,
+    )
+
+
+def _module(
+    student_logits: Tensor, teacher_logits: Tensor, implementation: str | None, reduction: str
+) -> Any:
+    """What has ``rows`` and ``reduce_tokens``: the one place where implementations are looked up."""
+    chosen = choose_implementation(student_logits, teacher_logits, implementation, _NAMES)
+    if chosen != "eager" and reduction == "none" and implementation is not None:
+        raise ValueError(no_elements_message(chosen, "eager"))
+    if chosen == "eager" or reduction == "none":
+        return logits_eager
+    from tvd_torch import logits_rows
+
+    return logits_rows
+
+
+def _rows(call: _Call, *, want_kl: bool = False, targets: Tensor | None = None) -> Rows:
+    rows: Rows = call.module.rows(
+        *call.logits, call.row_weights, call.temperature, want_kl=want_kl, targets=targets
+    )
+    return rows
+
+
+def _reduced(call: _Call, per_token: Tensor, reduction: str) -> Tensor:
+    vocab = call.logits[0].shape[1]
+    result: Tensor = call.module.reduce_tokens(
+        per_token, call.row_weights, call.normalizer, reduction, vocab
+    )
+    return result.reshape(call.leading) if reduction == "per_token" else result
+
+
+def _stats(call: _Call, rows: Rows) -> TVDStats:
+    acceptance = 1 - rows.tvd
+    if call.row_weights is not None:
+        acceptance = torch.where(call.row_weights != 0, acceptance, 0.0)
+    values = (rows.tvd, acceptance, rows.student_lse, rows.teacher_lse)
+    return TVDStats(*(x.reshape(call.leading) for x in values))
