@@ -106,7 +106,7 @@ def _device(asked: str | None) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> Plan:
-    ops = (OP_WORDS[arguments.op],) if arguments.command == "run" else (LOSS,)
+    ops = (OP_WORDS[arguments.op],) if arguments.command == "run" else OPS
     plan = default_plan(_device(arguments.device), ops)
     if arguments.protocol == "published":
         plan.implementations = list(published.IMPLEMENTATIONS)

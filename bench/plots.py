@@ -109,7 +109,8 @@ def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> Non
     """Time against vocab; on a second panel its ratio to the floor, where there is one."""
     floors, positions = floors_of(rows, environment), _positions(rows)
     for name in implementations_of(rows):
-        line = sorted((_place(r), time_us(r)) for r in rows if r["implementation"] == name)
+        own = [row for row in rows if row["implementation"] == name]
+        line = sorted((_place(row), us) for row in own if (us := time_us(row)) is not None)
         style = line_style(name)
         panels[0].plot([positions[v] for v, _ in line], [us for _, us in line], label=name, **style)
         if floors:
@@ -121,9 +122,10 @@ def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> Non
     )
     panels[0].set_ylabel(f"µs per call ({clock}, median)")
     if floors:
-        line = [(positions[place], us) for place, us in sorted(floors.items())]
+        places = sorted(floors)
         label = f"floor ({environment['datasheet_tb_s']} TB/s)"
-        panels[0].plot([x for x, _ in line], [us for _, us in line], label=label, color=INK)
+        xs, ys = [positions[place] for place in places], [floors[place] for place in places]
+        panels[0].plot(xs, ys, label=label, color=INK)
         panels[1].axhline(1.0, color=INK)
         panels[1].set_ylabel("time / floor")
     for panel in panels:

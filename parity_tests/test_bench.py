@@ -680,7 +680,7 @@ def test_cpu_run_end_to_end(tmp_path: Path) -> None:
 
 def test_cpu_run_from_logits_in_parts(tmp_path: Path) -> None:
     parts = []
-    for names in ("torch-formula", "jax-formula,liger,speculators"):
+    for names in ("torch-eager,torch-formula", "jax-xla,jax-formula,liger,speculators"):
         parts.append(tmp_path / f"{len(parts)}.json")
         done = _bench(
             *("run", "--device", "cpu", "--op", "logits", "--impl", names),
@@ -688,7 +688,7 @@ def test_cpu_run_from_logits_in_parts(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout + done.stderr
     merged = results.merge(parts)["rows"]
-    assert len(merged) == 2 * 4 * len(PHASES)
+    assert len(merged) == 2 * 6 * len(PHASES)
     run.check_identical_inputs(merged)
     for row in merged:
         where = (row["implementation"], row["phase"], row["reason"])
