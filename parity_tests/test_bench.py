@@ -10,7 +10,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench import gpus, inputs, parity, plots, published, report, results, run, text, timing
+from bench import (
+    Unavailable,
+    gpus,
+    inputs,
+    parity,
+    plots,
+    published,
+    report,
+    results,
+    run,
+    text,
+    timing,
+)
 from bench.child import base_row, make_backend
 from bench.oracle import Oracle, Wrong, logits_gradient, softmax
 from bench.shapes import GROUPS, LOGITS, OPS, PHASES, Shape, minimum_bytes, parse_shapes
@@ -577,6 +589,27 @@ def test_parity_statement_sees_a_wrong_kernel() -> None:
         wrong_array = getattr(wrong, name)
         wrong_array.view(np.uint8).reshape(-1)[0] ^= 1
         assert parity.compare(wrong, p, q)["status"] == "wrong", name
+
+
+def test_speculators_kernels_load_without_what_their_package_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from bench import candidates_torch
+
+    losses = tmp_path / "speculators" / "losses"
+    losses.mkdir(parents=True)
+    (tmp_path / "speculators" / "__init__.py").write_text("import no_such_package\n")
+    (losses / "fused.py").write_text(
+        "from speculators.utils.util import is_npu_available\nNPU = is_npu_available()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = {name for name in sys.modules if name.startswith("speculators")}
+    assert candidates_torch._speculators_fused().NPU is False
+    assert {name for name in sys.modules if name.startswith("speculators")} == before
+    (losses / "fused.py").write_text("import no_such_package\n")
+    with pytest.raises(Unavailable, match="does not load alone"):
+        candidates_torch._speculators_fused()
 
 
 def test_jax_phases_do_not_copy_p_and_q_into_the_residual() -> None:
