@@ -32,6 +32,11 @@ ROUTE_FIXTURES = {
     "jax_route": lambda route: route.framework == "jax",
     "torch_kernel_route": lambda route: route.framework == "torch" and route.is_kernel,
     "jax_kernel_route": lambda route: route.framework == "jax" and route.is_kernel,
+    # The same of the losses from logits.
+    "logits_route": lambda route: route.has_logits,
+    "logits_torch_route": lambda route: route.has_logits and route.framework == "torch",
+    "logits_jax_route": lambda route: route.has_logits and route.framework == "jax",
+    "logits_kernel_route": lambda route: route.has_logits and route.is_kernel,
 }
 ROUTE_PROPERTY = "route"
 

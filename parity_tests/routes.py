@@ -73,6 +73,12 @@ class Route:
         """How it runs here."""
         raise NotImplementedError
 
+    @property
+    def has_logits(self) -> bool:
+        """Whether the losses from logits run on this route."""
+        kernels = importlib.util.find_spec(f"tvd_{self.framework}.logits_rows")
+        return self.can_run and (not self.is_kernel or kernels is not None)
+
     # What follows is the same for both frameworks.
 
     def arrays(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +100,10 @@ class Route:
     def numpy(self, x: Any) -> np.ndarray:
         raise NotImplementedError
 
-    def call(self, p: Any, q: Any, labels: Any = None, **options: Any) -> Any:
-        """``tvd_loss`` with this route's implementation on arrays of the framework."""
+    def call(
+        self, p: Any, q: Any, labels: Any = None, *, function: str = "tvd_loss", **options: Any
+    ) -> Any:
+        """A loss of the package with this route's implementation on arrays of the framework."""
         raise NotImplementedError
 
     def run(
@@ -169,11 +177,14 @@ class TorchRoute(Route):
             return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
         return x.numpy()
 
-    def call(self, p: Any, q: Any, labels: Any = None, **options: Any) -> Any:
+    def call(
+        self, p: Any, q: Any, labels: Any = None, *, function: str = "tvd_loss", **options: Any
+    ) -> Any:
         import tvd_torch
 
+        loss = getattr(tvd_torch, function)
         with self.running():
-            return tvd_torch.tvd_loss(p, q, labels, implementation=self.implementation, **options)
+            return loss(p, q, labels, implementation=self.implementation, **options)
 
     def call_with_codes(self, p: Any, q: Any, labels: Any = None, **options: Any) -> Any:
         from tvd_torch.loss import forward_with_codes
@@ -248,11 +259,14 @@ class JaxRoute(Route):
     def numpy(self, x: Any) -> np.ndarray:
         return np.asarray(x)
 
-    def call(self, p: Any, q: Any, labels: Any = None, **options: Any) -> Any:
+    def call(
+        self, p: Any, q: Any, labels: Any = None, *, function: str = "tvd_loss", **options: Any
+    ) -> Any:
         import tvd_jax
 
+        loss = getattr(tvd_jax, function)
         with self.running():
-            return tvd_jax.tvd_loss(p, q, labels, implementation=self.implementation, **options)
+            return loss(p, q, labels, implementation=self.implementation, **options)
 
     def call_with_codes(self, p: Any, q: Any, labels: Any = None, **options: Any) -> Any:
         from tvd_jax.loss import forward_with_codes

@@ -3,7 +3,7 @@
 The product code never imports this module.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -86,6 +86,126 @@ def tvd_reference_grad(
         gradient = 0.5 * np.sign(p64 - q64) * scale * kept[..., None]
     gradient = np.where(kept[..., None] == 0, 0.0, gradient)
     return gradient, -gradient
+
+
+class LogitsRows(NamedTuple):
+    """What the rows of logits come to, float64, each of the leading shape."""
+
+    tvd: NDArray[np.float64]
+    student_lse: NDArray[np.float64]
+    teacher_lse: NDArray[np.float64]
+    kl: NDArray[np.float64]
+
+
+def log_softmax_reference(
+    logits: ArrayLike, temperature: float = 1.0
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """``log softmax(logits / temperature)`` and the log-sum-exp of each row, float64."""
+    x = np.asarray(logits, np.float64) / temperature
+    with np.errstate(invalid="ignore", divide="ignore"):
+        top = x.max(-1, keepdims=True)
+        lse = top + np.log(np.exp(x - top).sum(-1, keepdims=True))
+        return x - lse, lse[..., 0]
+
+
+def logits_rows_reference(
+    student_logits: ArrayLike, teacher_logits: ArrayLike, *, temperature: float = 1.0
+) -> LogitsRows:
+    """TVD, log-sum-exp of both, and ``KL(teacher || student)`` of each row."""
+    log_p, student_lse = log_softmax_reference(student_logits, temperature)
+    log_q, teacher_lse = log_softmax_reference(teacher_logits, temperature)
+    q = np.exp(log_q)
+    with np.errstate(invalid="ignore"):
+        tvd = 0.5 * np.abs(np.exp(log_p) - q).sum(-1)
+        kl = np.where(q == 0, 0.0, q * (log_q - log_p)).sum(-1)
+    return LogitsRows(tvd, student_lse, teacher_lse, kl)
+
+
+def logits_rows_grad_reference(
+    student_logits: ArrayLike,
+    teacher_logits: ArrayLike,
+    *,
+    temperature: float = 1.0,
+    tvd: ArrayLike = 0.0,
+    student_lse: ArrayLike = 0.0,
+    teacher_lse: ArrayLike = 0.0,
+    kl: ArrayLike = 0.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Gradients of the logits from the upstream gradients of the rows' values, one a token."""
+    log_p, _ = log_softmax_reference(student_logits, temperature)
+    log_q, _ = log_softmax_reference(teacher_logits, temperature)
+    p, q = np.exp(log_p), np.exp(log_q)
+    with np.errstate(invalid="ignore"):
+        signs = np.sign(p - q)
+        log_ratio = np.where(q == 0, 0.0, log_q - log_p)
+        divergence = (q * log_ratio).sum(-1, keepdims=True)
+        per_tvd, per_s, per_t, per_kl = (
+            np.asarray(x, np.float64)[..., None] for x in (tvd, student_lse, teacher_lse, kl)
+        )
+        ds = 0.5 * per_tvd * p * (signs - (p * signs).sum(-1, keepdims=True))
+        ds = ds + per_s * p + per_kl * (p - q)
+        dt = -0.5 * per_tvd * q * (signs - (q * signs).sum(-1, keepdims=True))
+        dt = dt + per_t * q
+        # Where nothing asks for it, a divergence that is infinite has no say.
+        dt = dt + np.where(per_kl == 0, 0.0, per_kl * q * (log_ratio - divergence))
+    return ds / temperature, dt / temperature
+
+
+def logits_reference(
+    student_logits: ArrayLike,
+    teacher_logits: ArrayLike,
+    labels: ArrayLike | None = None,
+    *,
+    temperature: float = 1.0,
+    **options: Any,
+) -> Any:
+    """``tvd_from_logits`` in float64: ``tvd_reference`` of the two softmaxes."""
+    p, q = (
+        np.exp(log_softmax_reference(x, temperature)[0]) for x in (student_logits, teacher_logits)
+    )
+    return tvd_reference(p, q, labels, **options)
+
+
+def logits_reference_grad(
+    student_logits: ArrayLike,
+    teacher_logits: ArrayLike,
+    labels: ArrayLike | None = None,
+    *,
+    temperature: float = 1.0,
+    ignore_index: int = -100,
+    weights: ArrayLike | None = None,
+    **options: Any,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Gradients ``(dstudent, dteacher)`` of ``upstream * loss``, float64."""
+    kept = _kept_weights(np.shape(student_logits)[:-1], labels, ignore_index, weights)
+    p, q = (
+        np.exp(log_softmax_reference(x, temperature)[0]) for x in (student_logits, teacher_logits)
+    )
+    through_p, through_q = tvd_reference_grad(
+        p, q, labels, ignore_index=ignore_index, weights=weights, **options
+    )
+
+    def chain(x: NDArray[np.float64], upstream: NDArray[np.float64]) -> NDArray[np.float64]:
+        with np.errstate(invalid="ignore"):
+            gradient = x * (upstream - (x * upstream).sum(-1, keepdims=True)) / temperature
+        return np.where(kept[..., None] == 0, 0.0, gradient)
+
+    return chain(p, through_p), chain(q, through_q)
+
+
+def token_scale_reference(
+    leading_shape: tuple[int, ...],
+    vocab: int,
+    labels: ArrayLike | None = None,
+    *,
+    reduction: str = "batchmean",
+    ignore_index: int = -100,
+    weights: ArrayLike | None = None,
+    normalizer: float | None = None,
+) -> NDArray[np.float64]:
+    """What the reduction multiplies the value of each token with."""
+    kept = _kept_weights(leading_shape, labels, ignore_index, weights)
+    return kept / _divisor(kept, vocab, reduction, normalizer)
 
 
 def _sum_lanes(acc: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tvd_core.contract import logit_scale
-from tvd_jax.xla import absolute_difference, accumulation_dtype, reduce_tokens
+from tvd_jax.xla import accumulation_dtype, reduce_tokens
 
 __all__ = ["Rows", "elementwise", "reduce_tokens", "rows"]
 
@@ -60,8 +60,9 @@ def elementwise(
 ) -> jax.Array:
     """``0.5 * |p - q|`` of each element times its row's weight."""
     kept = None if row_weights is None else row_weights != 0
-    p, q = (_softmax(x, temperature)[0] for x in _kept_rows(student, teacher, kept))
-    values = 0.5 * absolute_difference(p, q, kept)
+    p, q = (_softmax(x, temperature) for x in _kept_rows(student, teacher, kept))
+    d = _difference(p, q)
+    values = 0.5 * d * lax.stop_gradient(jnp.sign(d))
     return values if row_weights is None else values * row_weights[:, None]
 
 
@@ -74,8 +75,16 @@ def _kept_rows(
     return logits if kept is None else tuple(jnp.where(kept[:, None], x, 0) for x in logits)
 
 
-def _softmax(x: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``softmax(x / T)``, its logarithm, and the log-sum-exp of each row.
+class _Softmax(NamedTuple):
+    p: jax.Array
+    log_p: jax.Array
+    lse: jax.Array
+    exponential: jax.Array
+    total: jax.Array
+
+
+def _softmax(x: jax.Array, temperature: float) -> _Softmax:
+    """``softmax(x / T)``, its logarithm, the log-sum-exp of each row, and what ``p`` is made of.
 
     The maximum goes first: the scale then multiplies numbers from -inf to 0, so that nothing
     overflows, and an -inf stays one. A row without a finite maximum is NaN.
@@ -86,13 +95,23 @@ def _softmax(x: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array, ja
     e = jnp.exp(z)
     total = e.sum(-1, keepdims=True)
     log_total = jnp.log(total)
-    return e / total, z - log_total, (top * scale + log_total)[:, 0]
+    return _Softmax(e / total, z - log_total, (top * scale + log_total)[:, 0], e, total)
 
 
-def _divergence(q: jax.Array, log_q: jax.Array, log_p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``q * (log q - log p)``, where ``q`` is 0 too, and the factor in brackets."""
-    ratio = jnp.where(q == 0, 0, log_q - log_p)
-    return q * ratio, ratio
+def _difference(one: _Softmax, other: _Softmax) -> jax.Array:
+    """``p - q``, and 0 where both are the same quotient.
+
+    XLA may contract the difference of two products with reciprocals into one with the rounding of
+    one of them: equal logits then had a distance of 1e-8, and signs in the gradient.
+    """
+    same = (one.exponential == other.exponential) & (one.total == other.total)
+    return jnp.where(same, 0, one.p - other.p)
+
+
+def _divergence(student: _Softmax, teacher: _Softmax) -> tuple[jax.Array, jax.Array]:
+    """``q * (log q - log p)``, 0 where ``q`` is, and the factor in brackets."""
+    ratio = jnp.where(teacher.p == 0, 0, teacher.log_p - student.log_p)
+    return teacher.p * ratio, ratio
 
 
 def _centred(x: jax.Array, signs: jax.Array) -> jax.Array:
@@ -113,12 +132,12 @@ def _centred(x: jax.Array, signs: jax.Array) -> jax.Array:
 def _rows(
     s: jax.Array, t: jax.Array, targets: jax.Array | None, temperature: float, want_kl: bool
 ) -> Rows:
-    (p, log_p, student_lse), (q, log_q, teacher_lse) = (_softmax(x, temperature) for x in (s, t))
+    p, q = _softmax(s, temperature), _softmax(t, temperature)
     return Rows(
-        0.5 * jnp.abs(p - q).sum(-1),
-        student_lse,
-        teacher_lse,
-        _divergence(q, log_q, log_p)[0].sum(-1) if want_kl else None,
+        0.5 * jnp.abs(_difference(p, q)).sum(-1),
+        p.lse,
+        q.lse,
+        _divergence(p, q)[0].sum(-1) if want_kl else None,
         None if targets is None else _at(s, targets) * logit_scale(temperature),
     )
 
@@ -133,12 +152,13 @@ def _rows_jvp(temperature: float, want_kl: bool, primals: Any, tangents: Any) ->
     s, t, targets = primals
     # By the chain rule through x / T. Not after the sums: their transposes then scale in float32.
     ds, dt = (x * (1.0 / temperature) for x in tangents[:2])
-    (p, log_p, _), (q, log_q, _) = (_softmax(x, temperature) for x in (s, t))
-    signs = lax.stop_gradient(jnp.sign(p - q))
+    student, teacher = _softmax(s, temperature), _softmax(t, temperature)
+    p, q, difference = student.p, teacher.p, _difference(student, teacher)
+    signs = lax.stop_gradient(jnp.sign(difference))
     kl = None
     if want_kl:
-        terms, ratio = _divergence(q, log_q, log_p)
-        kl = ((p - q) * ds).sum(-1)
+        terms, ratio = _divergence(student, teacher)
+        kl = (difference * ds).sum(-1)
         kl += ((q * ratio - q * terms.sum(-1, keepdims=True)) * dt).sum(-1)
     along = Rows(
         0.5 * (_centred(p, signs) * ds + _centred(q, -signs) * dt).sum(-1),

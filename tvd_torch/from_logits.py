@@ -445,7 +445,7 @@ def _checked(
 def _module(
     student_logits: Tensor, teacher_logits: Tensor, implementation: str | None, reduction: str
 ) -> Any:
-    """What has ``rows`` and ``reduce_tokens``: the one place where implementations are looked up."""
+    """The module of the implementation: the one place where that is looked up."""
     chosen = choose_implementation(student_logits, teacher_logits, implementation, _NAMES)
     if chosen != "eager" and reduction == "none" and implementation is not None:
         raise ValueError(no_elements_message(chosen, "eager"))

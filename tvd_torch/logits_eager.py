@@ -93,7 +93,7 @@ def _softmax(x: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _divergence(q: Tensor, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """``q * (log q - log p)``, where ``q`` is 0 too, and the factor in brackets."""
+    """``q * (log q - log p)``, 0 where ``q`` is, and the factor in brackets."""
     ratio = torch.where(q == 0, 0.0, log_q - log_p)
     return q * ratio, ratio
 
