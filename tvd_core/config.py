@@ -3,7 +3,9 @@
 Measured on one H200 (132 SMs), 16384 tokens, CUPTI kernel time in us, unless said otherwise.
 """
 
-from tvd_core.contract import LANES, TILE, code_tiles
+from typing import NamedTuple
+
+from tvd_core.contract import LANES, LOGITS_LANES, LOGITS_TILE, TILE, code_tiles
 
 # Rows that do not all start at a multiple of 16 bytes are read in windows that start at a multiple
 # of so many elements before them. 16-byte loads need no more than 8, but with 16 (so at 32 or 64
@@ -77,3 +79,52 @@ PALLAS_MAX_BLOCKS_PER_SM = 6  # as many as the registers of any of the kernels a
 # A thread takes a whole row of so few elements: at vocab 1, 3, 16 and 32 the forward takes 1.4,
 # 1.4, 2.6 and 5.8 that way; 12.2, 12.2, 10.0 and 10.0 with a warpgroup a row.
 PALLAS_SHORT_VOCAB = 16
+
+
+# From logits, us, 16384 x 32768 in bfloat16 and 8192 x 32768 in float32. Windows of LOGITS_TILE
+# elements; each keeps LOGITS_LANES bytes of codes. 4, 8 and 16 warps of the backward: 571, 573 and
+# 636, and 556 in all three.
+LOGITS_BACKWARD_WARPS = 4
+LOGITS_PROGRAMS_UNLIMITED = 132 * 2
+
+
+class LogitsLaunch(NamedTuple):
+    """How the forward of the Triton kernels from logits is launched; a program takes many rows."""
+
+    warps: int
+    registers: int | None
+    programs: int
+
+
+def logits_forward_launch(*itemsizes: int) -> LogitsLaunch:
+    """By the bytes of a pair of logits.
+
+    2-byte logits, without and with codes: 8 warps, at most 80 registers, 3 programs an SM, 810 and
+    1097; unlimited, 2 programs, 989 and 1115; 16 warps, 1 program, 1309 and 1436. float32: 16
+    warps, 1 program, 782 and 821; 8 warps, 2 programs, 852 and 1018: few rows at a time stay in L2
+    until they are read again.
+    """
+    if sum(itemsizes) <= 4:
+        return LogitsLaunch(8, 80, 132 * 3)
+    return LogitsLaunch(16, None, 132)
+
+
+# Elements at the start of a row whose maximum the exponents are relative to, unless the sums show
+# that it was far too low. Not more than the first sub-tile of windows that start anywhere.
+LOGITS_SAMPLE = LOGITS_LANES - WINDOW_ALIGNMENT
+LOGITS_PALLAS_BLOCKS = 132
+
+
+def logits_pallas_stages(slot_bytes: int) -> int:
+    """Slots of tiles that fit in the shared memory of an SM, which one block takes whole."""
+    return (PALLAS_SMEM_PER_SM - 2 * PALLAS_SMEM_PER_BLOCK) // slot_bytes
+
+
+def logits_windows(vocab: int) -> int:
+    """Windows of a row of logits, which start at a multiple of WINDOW_ALIGNMENT elements."""
+    return -(-(vocab + (WINDOW_ALIGNMENT - 1 if vocab % 16 else 0)) // LOGITS_TILE)
+
+
+def logits_codes_bytes(vocab: int) -> int:
+    """Bytes of sign codes that a row of logits keeps."""
+    return logits_windows(vocab) * LOGITS_LANES

@@ -51,7 +51,7 @@ def _vector(x: Any, vec_size: int = 4) -> Any:
     return compat.layout_cast(x, plgpu.Layout.WG_STRIDED(x.shape, vec_size=vec_size))
 
 
-def _divide(a: Any, b: Any) -> Any:
+def divide(a: Any, b: Any) -> Any:
     """``a / b`` of float32 scalars, rounded to nearest.
 
     XLA has LLVM divide float32 to within 2 units in the last place (``div.full.f32``), for Mosaic
@@ -723,6 +723,11 @@ def _weighted(value: Any, weights_gmem: Any, row: Any) -> Any:
     return jnp.where(_splat(w) == 0, jnp.zeros_like(value), value * w)
 
 
+def fill_up(per_token: jax.Array) -> jax.Array:
+    """Values as ``reduce`` takes them: zeros to a multiple of REDUCE_TILE."""
+    return jnp.pad(per_token, (0, -per_token.shape[0] % REDUCE_TILE))
+
+
 def reduce(
     per_token: jax.Array,
     row_weights: jax.Array | None,
@@ -766,7 +771,7 @@ def reduce(
         divisor = divisor * jnp.float32(factor)
         # 0 / 0 counts as 0: with no token kept the loss is 0.
         nothing = (total == 0) & (divisor == 0)
-        loss_gmem[0] = jnp.where(nothing, jnp.float32(0), _divide(total, divisor))
+        loss_gmem[0] = jnp.where(nothing, jnp.float32(0), divide(total, divisor))
         out_gmem[0] = divisor
 
     one = jax.ShapeDtypeStruct((1,), jnp.float32)
@@ -833,7 +838,7 @@ def backward(
         else:
             scale = upstream_gmem[_i32(0) if upstream_gmem.shape[0] == 1 else row] * 0.5
             if divisor_gmem is not None:
-                scale = _divide(scale, divisor_gmem[0])
+                scale = divide(scale, divisor_gmem[0])
             if w is not None:
                 scale = jnp.where(w == 0, jnp.float32(0), scale * w)
 

@@ -47,7 +47,7 @@ def _run(asm: str, refs: Sequence[Any], scalars: Sequence[Any]) -> None:
     def inline(_: Any, *values: Any) -> None:
         addresses = [address(x) for x in values[: len(refs)]]
         numbers = [x.registers.item() for x in values[len(refs) :]]
-        constraints = ",".join([letter for letter, _ in addresses] + letters)
+        constraints = ",".join([letter for letter, _ in addresses] + letters + ["~{memory}"])
         arguments, void = [x for _, x in addresses] + numbers, ir.Type.parse("!llvm.void")
         llvm.inline_asm(void, arguments, asm, constraints, has_side_effects=True)
 
@@ -214,3 +214,128 @@ def _one_output(i: int, dtype: np.dtype, sign: int, value_at: str) -> list[str]:
         store = "st.global.L1::evict_first.L2::cache_hint." + values.format(at)
         lines += [f"{store}, first_out;"]
     return lines
+
+
+_COMBINE = {"add": "add.rn.f32", "max": "max.f32"}
+ALL_THREADS_BARRIER = 15  # Mosaic takes those from 1 on, one a warpgroup
+
+
+def sync_threads(threads: int) -> None:
+    """A barrier for all threads of a block, after which they see what all wrote before."""
+    _run(f"bar.sync {ALL_THREADS_BARRIER}, {threads};", [], [])
+
+
+def reduce_warps(op: str, x: Any, out_smem: Any) -> None:
+    """Each warp's 128 elements of ``x``, 4 neighbours a thread, to its place in ``out_smem [4]``.
+
+    The 4 neighbours in sequence, then lanes by strides 1, 2, 4, 8, 16.
+    """
+    from jax.experimental.mosaic.gpu.utils import memref_ptr
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    combine = _COMBINE[op]
+    strides = "\n".join(
+        f"shfl.sync.bfly.b32 other, value, {stride}, 31, -1; {combine} value, value, other;"
+        for stride in (1, 2, 4, 8, 16)
+    )
+    asm = f"""{{
+        .reg .f32 value, other;
+        .reg .b32 thread, lane, at;
+        .reg .pred first_lane;
+        {combine} value, $1, $2;
+        {combine} value, value, $3;
+        {combine} value, value, $4;
+        {strides}
+        mov.u32 thread, %tid.x;
+        and.b32 lane, thread, 31;
+        setp.eq.u32 first_lane, lane, 0;
+        shr.u32 at, thread, 3;
+        and.b32 at, at, 12;
+        add.u32 at, at, $0;
+        @first_lane st.shared.f32 [at], value;
+    }}"""
+
+    def inline(_: Any, out: Any, x: Any) -> None:
+        pointer = llvm.ptrtoint(ir.IntegerType.get_signless(32), memref_ptr(out))
+        (register,) = x.registers.flat
+        elements = [vector.extract(register, [], [i]) for i in range(4)]
+        void = ir.Type.parse("!llvm.void")
+        constraints = "r,f,f,f,f,~{memory}"
+        llvm.inline_asm(void, [pointer, *elements], asm, constraints, has_side_effects=True)
+
+    layout = plgpu.Layout.WG_STRIDED(x.shape, vec_size=4)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(inline)(out_smem, x)
+
+
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` of vectors, rounded once."""
+    from jaxlib.mlir.dialects import math
+
+    layout = plgpu.Layout.WG_STRIDED(a.shape, vec_size=4)
+    result = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
+
+    def inline(_: Any, a: Any, b: Any, c: Any) -> Any:
+        return a._pointwise(math.fma, b, c)
+
+    return plgpu.inline_mgpu(arg_types=(layout,) * 3, return_type=result)(inline)(a, b, c)
+
+
+def mul(a: Any, b: Any) -> Any:
+    """``a * b`` of vectors, which no compiler contracts with what is added to it."""
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    layout = plgpu.Layout.WG_STRIDED(a.shape, vec_size=4)
+    result = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
+
+    def product(a: Any, b: Any) -> Any:
+        f32 = ir.F32Type.get()
+        elements: list[Any] = [
+            llvm.inline_asm(
+                f32,
+                [vector.extract(x, [], [i]) for x in (a, b)],
+                "mul.rn.f32 $0, $1, $2;",
+                "=f,f,f",
+                has_side_effects=False,
+            )
+            for i in range(4)
+        ]
+        return vector.from_elements(a.type, elements)
+
+    def inline(_: Any, a: Any, b: Any) -> Any:
+        return a._pointwise(product, b)
+
+    return plgpu.inline_mgpu(arg_types=(layout,) * 2, return_type=result)(inline)(a, b)
+
+
+def divide(a: Any, b: Any) -> Any:
+    """``a / b`` of float32 scalars, rounded to nearest.
+
+    ``pallas_kernels.divide`` rounds right as well, unless ``a`` is 1: LLVM makes that a reciprocal.
+    """
+    return _scalar("div.rn.f32 $0, $1, $2;", a, b)
+
+
+def log2(x: Any) -> Any:
+    """The logarithm of a float32 scalar by the instruction that Triton uses too."""
+    return _scalar("lg2.approx.ftz.f32 $0, $1;", x)
+
+
+def _scalar(asm: str, *scalars: Any) -> Any:
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    def inline(_: Any, *scalars: Any) -> Any:
+        operands = [x.registers.item() for x in scalars]
+        constraints = ",".join(["=f"] + ["f"] * len(operands))
+        f32 = ir.F32Type.get()
+        result = llvm.inline_asm(f32, operands, asm, constraints, has_side_effects=False)
+        return mgpu.FragmentedArray.splat(result, ())
+
+    splat = plgpu.Layout.WG_SPLAT
+    result = plgpu.ShapeDtypeStruct((), jnp.float32, layout=splat)
+    return plgpu.inline_mgpu(arg_types=(splat,) * len(scalars), return_type=result)(inline)(
+        *scalars
+    )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from tvd_core import config
-from tvd_core.contract import LANES, NORMALIZED_REDUCTIONS, code_tiles
+from tvd_core.contract import LANES, NORMALIZED_REDUCTIONS, base_2_scale, code_tiles
 from tvd_jax import compat
 
 
@@ -99,6 +99,11 @@ def forward(
     return per_token, codes_out if keep_codes else None, values_out if elementwise else None
 
 
+def fill_up(per_token: jax.Array) -> jax.Array:
+    """See :func:`tvd_jax.pallas_kernels.fill_up`; these kernels take any number of tokens."""
+    return per_token
+
+
 def reduce(
     per_token: jax.Array,
     row_weights: jax.Array | None,
@@ -174,3 +179,107 @@ def backward(
         PREFETCH=config.BACKWARD_PREFETCH,
     )
     return [None if dtype is None else g for dtype, g in zip(dtypes, gradients, strict=True)]
+
+
+def logits_forward(
+    student: jax.Array,
+    teacher: jax.Array,
+    row_weights: jax.Array | None,
+    *,
+    temperature: float,
+    want_kl: bool,
+    keep_codes: bool,
+) -> tuple[Any, ...]:
+    """TVD, rows, log-sum-exp, KL divergence and codes of rows of logits.
+
+    Returns:
+        tvd ``[tokens]``; ``[3, tokens]`` for the student and for the teacher, what the backward
+        needs; the log-sum-exp of both and the KL divergence or ``None``, ``[tokens]``; codes or
+        ``None``. All float32 but the codes.
+    """
+    from tvd_core.logits_kernels import logits_forward_kernel
+
+    tokens, vocab = student.shape
+    values = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+    three = jax.ShapeDtypeStruct((3, tokens), jnp.float32)
+    one = jax.ShapeDtypeStruct((1,), jnp.float32)
+    codes = jax.ShapeDtypeStruct((tokens, config.logits_codes_bytes(vocab)), jnp.uint8)
+    nothing = jax.ShapeDtypeStruct((1,), jnp.uint8)
+    # jax-triton cannot limit the registers, and then two programs an SM are what fits.
+    launch = config.logits_forward_launch(student.dtype.itemsize, teacher.dtype.itemsize)
+    programs = min(launch.programs, config.LOGITS_PROGRAMS_UNLIMITED)
+    *results, kl, codes_out = _call(
+        logits_forward_kernel,
+        student,
+        teacher,
+        student if row_weights is None else row_weights,
+        base_2_scale(temperature),
+        tokens,
+        vocab,
+        outputs=[
+            values,
+            three,
+            three,
+            values,
+            values,
+            values if want_kl else one,
+            codes if keep_codes else nothing,
+        ],
+        grid=min(tokens, programs),
+        num_warps=launch.warps,
+        enable_fp_fusion=False,
+        HAS_WEIGHTS=row_weights is not None,
+        KEEP_CODES=keep_codes,
+        WANT_KL=want_kl,
+        ALIGNED=vocab % 16 == 0,
+    )
+    return *results, kl if want_kl else None, codes_out if keep_codes else None
+
+
+def logits_backward(
+    logits: jax.Array,
+    other: jax.Array | None,
+    rows: jax.Array,
+    other_rows: jax.Array | None,
+    kl: jax.Array | None,
+    tvd_upstream: jax.Array,
+    lse_upstream: jax.Array | None,
+    kl_upstream: jax.Array | None,
+    target_upstream: jax.Array | None,
+    targets: jax.Array | None,
+    codes: jax.Array,
+    row_weights: jax.Array | None,
+    *,
+    temperature: float,
+    is_student: bool,
+) -> jax.Array:
+    """The gradient of the student's or of the teacher's logits, in their dtype."""
+    from tvd_core.logits_kernels import logits_backward_kernel
+
+    tokens, vocab = logits.shape
+    vectors = (other_rows, tvd_upstream, lse_upstream, kl_upstream, kl, target_upstream)
+    (gradient,) = _call(
+        logits_backward_kernel,
+        logits,
+        logits if other is None else other,
+        codes,
+        rows,
+        *(rows if x is None else x for x in vectors),
+        rows if targets is None else targets,
+        rows if row_weights is None else row_weights,
+        base_2_scale(temperature),
+        temperature,
+        tokens,
+        vocab,
+        outputs=[jax.ShapeDtypeStruct((tokens, vocab), logits.dtype)],
+        grid=tokens * config.logits_windows(vocab),
+        num_warps=config.LOGITS_BACKWARD_WARPS,
+        enable_fp_fusion=False,
+        SIGN=1 if is_student else -1,
+        HAS_SUM=lse_upstream is not None,
+        HAS_KL=kl_upstream is not None,
+        HAS_TARGET=target_upstream is not None,
+        HAS_WEIGHTS=row_weights is not None,
+        ALIGNED=vocab % 16 == 0,
+    )
+    return gradient

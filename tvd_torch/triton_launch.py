@@ -18,6 +18,7 @@ from tvd_core.contract import (
     LANES,
     NORMALIZED_REDUCTIONS,
     TRITON_CAPABILITY,
+    base_2_scale,
     capability_message,
     code_tiles,
 )
@@ -137,6 +138,42 @@ def _plain(x: Tensor) -> Tensor:
     A view such as ``z.conj().imag`` has the negative bit, which a kernel would not see.
     """
     return x.contiguous().resolve_neg()
+
+
+def reduce_tokens(
+    per_token: Tensor,
+    weights: Tensor | None,
+    normalizer: Tensor | float | None,
+    reduction: str,
+    vocab: int,
+) -> tuple[Tensor, Tensor]:
+    """The 0-d sum of the tokens' values over the divisor, and the divisor."""
+    tokens = per_token.numel()
+    normalized = reduction in NORMALIZED_REDUCTIONS
+    number = normalizer if isinstance(normalizer, (int, float)) else tokens
+    loss = torch.empty((), dtype=torch.float32, device=per_token.device)
+    divisor = torch.empty_like(loss)
+    with _on_device_of(per_token):
+        _launch(
+            _kernels().tvd_reduce_kernel,
+            1,
+            per_token,
+            per_token,
+            per_token if weights is None else _plain(weights),
+            _plain(normalizer) if isinstance(normalizer, Tensor) else per_token,
+            0,
+            tokens,
+            float(number) if normalized else 1.0,
+            float(vocab) if reduction == "mean" else 1.0,
+            loss,
+            divisor,
+            HAS_LABELS=False,
+            HAS_WEIGHTS=weights is not None,
+            HAS_NORMALIZER=isinstance(normalizer, Tensor),
+            COUNT=normalized and normalizer is None and weights is not None,
+            num_warps=config.TRITON_REDUCE_WARPS,
+        )
+    return loss, divisor
 
 
 def forward(
@@ -274,3 +311,104 @@ def backward(
             num_warps=config.TRITON_BACKWARD_WARPS,
         )
     return dp, dq
+
+
+def logits_forward(
+    student: Tensor,
+    teacher: Tensor,
+    row_weights: Tensor | None,
+    temperature: float,
+    tvd: Tensor,
+    student_rows: Tensor,
+    teacher_rows: Tensor,
+    student_lse: Tensor,
+    teacher_lse: Tensor,
+    kl: Tensor,
+    codes: Tensor,
+) -> None:
+    """Runs the forward kernel of the losses from logits into tensors; empty ones are not wanted."""
+    from tvd_core import logits_kernels
+
+    tokens, vocab = student.shape
+    student, teacher = _plain(student), _plain(teacher)
+    keep_codes, want_kl = codes.numel() > 0, kl.numel() > 0
+    with _on_device_of(student):
+        launch = config.logits_forward_launch(student.itemsize, teacher.itemsize)
+        logits_kernels.logits_forward_kernel[min(tokens, launch.programs),](
+            student,
+            teacher,
+            tvd if row_weights is None else _plain(row_weights),
+            base_2_scale(temperature),
+            tokens,
+            vocab,
+            tvd,
+            student_rows,
+            teacher_rows,
+            student_lse,
+            teacher_lse,
+            kl if want_kl else tvd,
+            codes if keep_codes else tvd,
+            HAS_WEIGHTS=row_weights is not None,
+            KEEP_CODES=keep_codes,
+            WANT_KL=want_kl,
+            ALIGNED=vocab % 16 == 0,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+            enable_fp_fusion=False,
+        )
+
+
+def logits_backward(
+    logits: Tensor,
+    other: Tensor | None,
+    rows: Tensor,
+    other_rows: Tensor | None,
+    kl: Tensor | None,
+    tvd_upstream: Tensor,
+    lse_upstream: Tensor | None,
+    kl_upstream: Tensor | None,
+    target_upstream: Tensor | None,
+    targets: Tensor | None,
+    codes: Tensor,
+    row_weights: Tensor | None,
+    temperature: float,
+    is_student: bool,
+    gradient: Tensor,
+) -> None:
+    """Runs the backward kernel of the losses from logits into ``gradient``."""
+    from tvd_core import logits_kernels
+
+    tokens, vocab = logits.shape
+    logits = _plain(logits)
+
+    def vector(x: Tensor | None) -> Tensor:
+        return rows if x is None else _plain(x)
+
+    with _on_device_of(logits):
+        logits_kernels.logits_backward_kernel[tokens * config.logits_windows(vocab),](
+            logits,
+            logits if kl_upstream is None or other is None else _plain(other),
+            codes,
+            rows,
+            vector(other_rows),
+            _plain(tvd_upstream),
+            vector(lse_upstream),
+            vector(kl_upstream),
+            vector(kl),
+            vector(target_upstream),
+            vector(targets),
+            vector(row_weights),
+            base_2_scale(temperature),
+            temperature,
+            tokens,
+            vocab,
+            gradient,
+            SIGN=1 if is_student else -1,
+            HAS_SUM=lse_upstream is not None,
+            HAS_KL=kl_upstream is not None,
+            HAS_TARGET=target_upstream is not None,
+            HAS_WEIGHTS=row_weights is not None,
+            ALIGNED=vocab % 16 == 0,
+            num_warps=config.LOGITS_BACKWARD_WARPS,
+            enable_fp_fusion=False,
+        )

@@ -1,0 +1,478 @@
+"""The Triton kernels of the total variation distance of two softmaxes. Imports Triton only.
+
+As ``triton_kernels``: one program owns a row at a time, arguments come as inputs, run-time scalars,
+outputs, constexprs, and rows that do not start at a multiple of 16 elements are read in windows.
+
+A row is read twice, for the maximum and the sum of each softmax, then for the difference. The
+second time it comes from L2, because the programs hold no more rows at a time than fit there.
+"""
+
+import triton
+import triton.language as tl
+
+from tvd_core.triton_kernels import INTERPRETED, _base, _known_multiple, _shift
+
+# As in tvd_core.contract, which a kernel cannot read.
+LANES = tl.constexpr(2048)
+TILE = tl.constexpr(8192)  # 4 sub-tiles of LANES elements, whose codes share LANES bytes
+WINDOW_ALIGNMENT = tl.constexpr(64)
+# Below what a lane can meet: finite, so that the exponential of a masked logit is 0, not NaN.
+LOWEST = tl.constexpr(-3.0e38)
+# A sum above this is computed again relative to the true maximum.
+HIGHEST_SUM = tl.constexpr(2.0**100)
+SAMPLE = tl.constexpr(1984)  # elements: those of the first window, wherever it starts
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _sum_lanes(acc):
+    """Adds LANES lanes: ((a0 + a1) + a2) + a3 in groups of 4, then adjacent pairs; shape [1]."""
+    even, odd = tl.split(tl.reshape(acc, [512, 2, 2]))
+    a0, a2 = tl.split(even)
+    a1, a3 = tl.split(odd)
+    s = ((a0 + a1) + a2) + a3
+    # Sums of two, whose order cannot matter. Written with tl.split as in triton_kernels, every
+    # thread computed all of it: 1000 additions of the 3900 instructions of the kernel.
+    s = tl.sum(tl.reshape(s, [256, 2]), 1)
+    s = tl.sum(tl.reshape(s, [128, 2]), 1)
+    s = tl.sum(tl.reshape(s, [64, 2]), 1)
+    s = tl.sum(tl.reshape(s, [32, 2]), 1)
+    s = tl.sum(tl.reshape(s, [16, 2]), 1)
+    s = tl.sum(tl.reshape(s, [8, 2]), 1)
+    s = tl.sum(tl.reshape(s, [4, 2]), 1)
+    s = tl.sum(tl.reshape(s, [2, 2]), 1)
+    return tl.sum(tl.reshape(s, [1, 2]), 1)
+
+
+@triton.jit
+def _logits(
+    row_ptr,
+    position,
+    shift,
+    end,
+    readable,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Logits of a sub-tile as float32, -inf where they are not the row's."""
+    at = row_ptr + position
+    if not MASKED:
+        return tl.load(at, eviction_policy=POLICY).to(tl.float32)
+    if ALIGNED:
+        x = tl.load(at, mask=position < end, other=float("-inf"), eviction_policy=POLICY)
+        return x.to(tl.float32)
+    inside = (position >= shift) & (position < end)
+    x = tl.load(at, mask=position < readable, other=float("-inf"), eviction_policy=POLICY)
+    x = x.to(tl.float32)
+    if readable < end:  # the array's last row
+        rest = tl.load(at, mask=inside & (position >= readable), other=float("-inf"))
+        x = tl.where(position < readable, x, rest.to(tl.float32))
+    return tl.where(inside, x, float("-inf"))
+
+
+@triton.jit
+def _first_reference(row_ptr, shift, end, readable, scale, ALIGNED: tl.constexpr):
+    """What the exponents of a row are relative to at first: the maximum of a sample."""
+    position = tl.arange(0, LANES)
+    x = _logits(row_ptr, position, shift, end, readable, True, ALIGNED, "evict_last")
+    x = tl.where(position < shift + SAMPLE, x, float("-inf"))
+    return tl.maximum(tl.max(x, 0) * scale, LOWEST)
+
+
+@triton.jit
+def _add_exponentials(
+    total,
+    reference,
+    row_ptr,
+    start,
+    shift,
+    end,
+    readable,
+    scale,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Adds 2 ** (x * scale - reference) of a tile to the lanes."""
+    zero = tl.zeros([LANES], tl.float32)
+    for k in tl.static_range(4):
+        position = start + k * LANES + tl.arange(0, LANES)
+        x = _logits(row_ptr, position, shift, end, readable, MASKED, ALIGNED, "evict_last")
+        total += tl.exp2(tl.fma(x, zero + scale, zero - reference))
+    return total
+
+
+@triton.jit
+def _totals(
+    s_row,
+    t_row,
+    s_reference,
+    t_reference,
+    shift,
+    end,
+    readable,
+    scale,
+    ALIGNED: tl.constexpr,
+):
+    """The sums of both rows' exponentials, by lane."""
+    s = tl.zeros([LANES], tl.float32)
+    t = tl.zeros([LANES], tl.float32)
+    full = end // TILE * TILE
+    first = 0
+    if not ALIGNED:
+        if full > 0:  # the first window holds elements of the row before
+            s = _add_exponentials(
+                s, s_reference, s_row, 0, shift, end, readable, scale, True, ALIGNED
+            )
+            t = _add_exponentials(
+                t, t_reference, t_row, 0, shift, end, readable, scale, True, ALIGNED
+            )
+        first = TILE
+    for start in range(first, full, TILE):
+        s = _add_exponentials(
+            s, s_reference, s_row, start, shift, end, readable, scale, False, ALIGNED
+        )
+        t = _add_exponentials(
+            t, t_reference, t_row, start, shift, end, readable, scale, False, ALIGNED
+        )
+    if full < end:
+        s = _add_exponentials(
+            s, s_reference, s_row, full, shift, end, readable, scale, True, ALIGNED
+        )
+        t = _add_exponentials(
+            t, t_reference, t_row, full, shift, end, readable, scale, True, ALIGNED
+        )
+    return s, t
+
+
+@triton.jit
+def _maximum(row_ptr, shift, end, readable, ALIGNED: tl.constexpr):
+    """The highest logit of a row."""
+    highest = tl.full([LANES], float("-inf"), tl.float32)
+    for start in range(0, end, LANES):
+        position = start + tl.arange(0, LANES)
+        x = _logits(row_ptr, position, shift, end, readable, True, ALIGNED, "evict_last")
+        highest = tl.maximum(highest, x)
+    return tl.max(highest, 0)
+
+
+@triton.jit
+def _log2(x):
+    """The logarithm of a scalar by the instruction that the Pallas kernel uses too."""
+    if INTERPRETED:
+        return tl.log2(x)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _row_sum(lanes, shift, ALIGNED: tl.constexpr):
+    """The sum of a row's lanes in the contract's order."""
+    if not ALIGNED:
+        lanes = tl.gather(lanes, (tl.arange(0, LANES) + shift) % LANES, 0)
+    return tl.sum(_sum_lanes(lanes), 0)
+
+
+@triton.jit
+def _difference_tile(
+    s_row,
+    t_row,
+    codes_row,
+    start,
+    shift,
+    end,
+    readable,
+    scale,
+    s_reference,
+    s_factor,
+    t_reference,
+    t_factor,
+    distance,
+    sigma,
+    divergence,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    KEEP_CODES: tl.constexpr,
+    WANT_KL: tl.constexpr,
+):
+    """Adds |p - q|, sign(p - q) * p / s_factor and q * (log2(q / p) + a constant) to the lanes.
+
+    The code of an element: bit 0 says that p and q differ, bit 1 that p < q.
+    """
+    lanes = tl.arange(0, LANES)
+    codes = tl.zeros([LANES], tl.int32)
+    zero = tl.zeros([LANES], tl.float32)
+    for k in tl.static_range(4):
+        position = start + k * LANES + lanes
+        s = _logits(s_row, position, shift, end, readable, MASKED, ALIGNED, "evict_first")
+        t = _logits(t_row, position, shift, end, readable, MASKED, ALIGNED, "evict_first")
+        s = tl.fma(s, zero + scale, zero - s_reference)
+        t = tl.fma(t, zero + scale, zero - t_reference)
+        exponential = tl.exp2(s)
+        q = tl.exp2(t) * t_factor
+        # Compiled without contraction to an FMA, or p - p would not be 0.
+        d = exponential * s_factor - q
+        distance += tl.abs(d)
+        if KEEP_CODES:
+            # The exponential with the sign of d. No d is -0: 0 - 0 and x - x round to +0.
+            sign = d.to(tl.int32, bitcast=True) & -2147483648
+            signed = (exponential.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+            sigma += tl.where(d != 0.0, signed, 0.0)
+            codes |= tl.where(d != 0.0, 1 << (2 * k), 0)
+            codes |= (sign >> (30 - 2 * k)) & (2 << (2 * k))
+        if WANT_KL:
+            divergence += tl.where(q == 0.0, 0.0, q * (t - s))
+    if KEEP_CODES:
+        tl.store(codes_row + start // 4 + lanes, codes.to(tl.uint8))
+    return distance, sigma, divergence
+
+
+# Numbers are not specialized, so that none of them compiles a new kernel.
+@triton.jit(do_not_specialize=["tokens", "vocab"])
+def logits_forward_kernel(
+    s_ptr,
+    t_ptr,
+    weights_ptr,
+    scale,
+    tokens,
+    vocab,
+    distance_ptr,
+    s_rows_ptr,
+    t_rows_ptr,
+    s_lse_ptr,
+    t_lse_ptr,
+    divergence_ptr,
+    codes_ptr,
+    HAS_WEIGHTS: tl.constexpr,
+    KEEP_CODES: tl.constexpr,
+    WANT_KL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """tvd[row] = 0.5 * sum_v |softmax(s)_v - softmax(t)_v| for logits s / T and t / T.
+
+    Grid: any number of programs. ``scale`` is log2(e) / T. A row of weight 0 is not read: its
+    results are 0, its codes not written. s_rows and t_rows are [3, tokens]: the reference m * scale
+    (m the highest logit), the factor 1 / sum_v 2 ** (x_v * scale - reference), and
+    sum_v p_v * sign(p_v - q_v), or with q_v in t_rows. lse is the log-sum-exp of x / T, divergence
+    KL(q || p), both in nats.
+    """
+    vocab = _known_multiple(vocab, ALIGNED)
+    scale = tl.cast(scale, tl.float32)
+    codes_bytes = tl.cdiv(vocab + (0 if ALIGNED else WINDOW_ALIGNMENT - 1), TILE) * LANES
+    for row_number in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        row = tl.cast(row_number, tl.int64)
+        one = tl.arange(0, 1)
+        weight = 1.0
+        if HAS_WEIGHTS:
+            weight = tl.load(weights_ptr + row)
+        kept = weight != 0.0
+        shift = _shift(row, vocab, ALIGNED)
+        base = _base(row, vocab, ALIGNED)
+        end = tl.where(kept, vocab + shift, 0)
+        readable = _readable_of(base, shift + vocab, tokens, vocab)
+        s_row = s_ptr + base
+        t_row = t_ptr + base
+        codes_row = codes_ptr + row * codes_bytes
+
+        s_highest = _first_reference(s_row, shift, end, readable, scale, ALIGNED)
+        t_highest = _first_reference(t_row, shift, end, readable, scale, ALIGNED)
+        s_total, t_total = _totals(
+            s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
+        )
+        s_sum = _row_sum(s_total, shift, ALIGNED)
+        t_sum = _row_sum(t_total, shift, ALIGNED)
+        within = (s_sum < HIGHEST_SUM) & (t_sum < HIGHEST_SUM)
+        if tl.where(kept & (within == 0), 1, 0) > 0:
+            # The sample was far below the maximum, or there is a NaN: once more from the maximum.
+            s_highest = _maximum(s_row, shift, end, readable, ALIGNED) * scale
+            t_highest = _maximum(t_row, shift, end, readable, ALIGNED) * scale
+            s_highest = tl.maximum(s_highest, LOWEST)
+            t_highest = tl.maximum(t_highest, LOWEST)
+            s_total, t_total = _totals(
+                s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
+            )
+            s_sum = _row_sum(s_total, shift, ALIGNED)
+            t_sum = _row_sum(t_total, shift, ALIGNED)
+        s_factor = tl.div_rn(1.0, s_sum)
+        t_factor = tl.div_rn(1.0, t_sum)
+
+        distance = tl.zeros([LANES], tl.float32)
+        sigma = tl.zeros([LANES], tl.float32)
+        divergence = tl.zeros([LANES], tl.float32)
+        full = end // TILE * TILE
+        first = 0 if ALIGNED else TILE
+        if not ALIGNED:  # noqa: SIM102 (known when compiling)
+            if full > 0:
+                distance, sigma, divergence = _difference_tile(
+                    s_row, t_row, codes_row, 0, shift, end, readable, scale,
+                    s_highest, s_factor, t_highest, t_factor, distance, sigma, divergence,
+                    True, ALIGNED, KEEP_CODES, WANT_KL,
+                )  # fmt: skip
+        for start in range(first, full, TILE):
+            distance, sigma, divergence = _difference_tile(
+                s_row, t_row, codes_row, start, shift, end, readable, scale,
+                s_highest, s_factor, t_highest, t_factor, distance, sigma, divergence,
+                False, ALIGNED, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
+        if full < end:
+            distance, sigma, divergence = _difference_tile(
+                s_row, t_row, codes_row, full, shift, end, readable, scale,
+                s_highest, s_factor, t_highest, t_factor, distance, sigma, divergence,
+                True, ALIGNED, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
+        if not ALIGNED:
+            rotation = (tl.arange(0, LANES) + shift) % LANES
+            distance = tl.gather(distance, rotation, 0)
+            if KEEP_CODES:
+                sigma = tl.gather(sigma, rotation, 0)
+            if WANT_KL:
+                divergence = tl.gather(divergence, rotation, 0)
+        value = tl.where(kept, _sum_lanes(distance) * 0.5, 0.0)
+        tl.store(distance_ptr + row + one, value)
+        tl.store(s_rows_ptr + row + one, tl.where(kept, s_highest, 0.0) + 0.0 * one)
+        tl.store(t_rows_ptr + row + one, tl.where(kept, t_highest, 0.0) + 0.0 * one)
+        tl.store(s_rows_ptr + tokens + row + one, tl.where(kept, s_factor, 1.0) + 0.0 * one)
+        tl.store(t_rows_ptr + tokens + row + one, tl.where(kept, t_factor, 1.0) + 0.0 * one)
+        s_lse = (s_highest - _log2(s_factor)) * LN2
+        t_lse = (t_highest - _log2(t_factor)) * LN2
+        tl.store(s_lse_ptr + row + one, tl.where(kept, s_lse, 0.0) + 0.0 * one)
+        tl.store(t_lse_ptr + row + one, tl.where(kept, t_lse, 0.0) + 0.0 * one)
+        if KEEP_CODES:
+            # NaN where the value is NaN, though no comparison was true there.
+            s_sigma = tl.where(kept, _sum_lanes(sigma) * s_factor, 0.0) + value * 0.0
+            tl.store(s_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, s_sigma)
+            t_sigma = s_sigma - 2.0 * value
+            tl.store(t_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, t_sigma)
+        if WANT_KL:
+            value = _sum_lanes(divergence) + (_log2(t_factor) - _log2(s_factor))
+            tl.store(divergence_ptr + row + one, tl.where(kept, value * LN2, 0.0))
+
+
+@triton.jit
+def _readable_of(base, end, tokens, vocab):
+    """As ``_readable``, for a grid that is not one program a row."""
+    limit = tl.cast(tokens, tl.int64) * vocab - base
+    return tl.minimum((end + 15).to(tl.int64), limit).to(tl.int32) // 16 * 16
+
+
+@triton.jit(do_not_specialize=["tokens", "vocab"])
+def logits_backward_kernel(
+    x_ptr,
+    other_ptr,
+    codes_ptr,
+    rows_ptr,
+    other_rows_ptr,
+    distance_upstream_ptr,
+    sum_upstream_ptr,
+    kl_upstream_ptr,
+    kl_ptr,
+    target_upstream_ptr,
+    targets_ptr,
+    weights_ptr,
+    scale,
+    temperature,
+    tokens,
+    vocab,
+    dx_ptr,
+    SIGN: tl.constexpr,
+    HAS_SUM: tl.constexpr,
+    HAS_KL: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """Gradient of the logits x, the student's (SIGN 1) or the teacher's (SIGN -1).
+
+    dx_v = (p_v * (SIGN * 0.5 * distance_upstream * (sign_v - sigma) + sum_upstream) ...) / T with
+    p = softmax(x) from the row's reference and factor, q that of the other logits. HAS_KL adds
+    kl_upstream times (p_v - q_v) or, for the teacher, p_v * (log(p_v / q_v) - kl); HAS_TARGET adds
+    target_upstream where v is the row's target.
+    Grid: (tokens * windows,), one window a program.
+    """
+    vocab = _known_multiple(vocab, ALIGNED)
+    scale = tl.cast(scale, tl.float32)
+    temperature = tl.cast(temperature, tl.float32)
+    windows = tl.cdiv(vocab + (0 if ALIGNED else WINDOW_ALIGNMENT - 1), TILE)
+    row = (tl.program_id(0) // windows).to(tl.int64)
+    start = tl.program_id(0) % windows * TILE
+    shift = _shift(row, vocab, ALIGNED)
+    base = _base(row, vocab, ALIGNED)
+    end = shift + vocab
+    readable = _readable_of(base, end, tokens, vocab)
+    kept = True
+    if HAS_WEIGHTS:
+        kept = tl.load(weights_ptr + row) != 0.0
+    reference = tl.load(rows_ptr + row)
+    factor = tl.load(rows_ptr + tokens + row)
+    sigma = tl.load(rows_ptr + 2 * tl.cast(tokens, tl.int64) + row)
+    half = tl.load(distance_upstream_ptr + row) * (0.5 * SIGN)
+    rest = tl.zeros([], tl.float32)
+    if HAS_SUM:
+        rest = tl.load(sum_upstream_ptr + row)
+    other_reference = 0.0
+    other_factor = 0.0
+    kl_factor = 0.0
+    kl_rest = 0.0
+    if HAS_KL:
+        kl_upstream = tl.load(kl_upstream_ptr + row)
+        other_reference = tl.load(other_rows_ptr + row)
+        other_factor = tl.load(other_rows_ptr + tokens + row)
+        if SIGN > 0:
+            rest += kl_upstream
+            kl_factor = tl.div_rn(kl_upstream, temperature) * other_factor
+        else:
+            kl_factor = tl.div_rn(kl_upstream, temperature) * factor
+            kl_rest = (_log2(factor) - _log2(other_factor)) * LN2 - tl.load(kl_ptr + row)
+    target = -1
+    at_target = 0.0
+    if HAS_TARGET:
+        target = tl.load(targets_ptr + row).to(tl.int32) + shift
+        at_target = tl.div_rn(tl.load(target_upstream_ptr + row), temperature)
+    factor = tl.div_rn(factor, temperature)
+    tie = tl.fma(-half, sigma, rest) * factor
+    plus = tl.fma(half, 1.0 - sigma, rest) * factor
+    minus = tl.fma(-half, 1.0 + sigma, rest) * factor
+
+    codes_row = codes_ptr + row * (windows * LANES)
+    lanes = tl.arange(0, LANES)
+    zero = tl.zeros([LANES], tl.float32)
+    codes = tl.load(codes_row + start // 4 + lanes, eviction_policy="evict_first").to(tl.int32)
+    inner = (start + TILE <= end) & (start >= shift)
+    read = tl.where(kept, end, 0)
+    for k in tl.static_range(4):
+        position = start + k * LANES + lanes
+        inside = (position >= shift) & (position < end)
+        if ALIGNED:
+            mask = position < read
+            x = tl.load(x_ptr + base + position, mask=mask, other=0.0).to(tl.float32)
+            if HAS_KL:
+                other = tl.load(other_ptr + base + position, mask=mask, other=0.0).to(tl.float32)
+        else:
+            x = _logits(x_ptr + base, position, shift, end, readable, True, ALIGNED, "evict_first")
+            if HAS_KL:
+                other = _logits(
+                    other_ptr + base, position, shift, end, readable, True, ALIGNED, "evict_first"
+                )
+        code = (codes >> (2 * k)) & 3
+        coefficient = tl.where(code >= 2, minus, tl.where(code == 1, plus, tie))
+        x = tl.fma(x, zero + scale, zero - reference)
+        exponential = tl.exp2(x)
+        dx = exponential * coefficient
+        if HAS_KL:
+            other = tl.fma(other, zero + scale, zero - other_reference)
+            if SIGN > 0:
+                dx = dx - tl.exp2(other) * kl_factor
+            else:
+                ratio = (x - other) * LN2 + kl_rest
+                dx += tl.where(exponential == 0.0, 0.0, exponential * kl_factor * ratio)
+        if HAS_TARGET:
+            dx += tl.where(position == target, at_target, 0.0)
+        dx = tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty)
+        pointers = dx_ptr + base + position
+        if ALIGNED:
+            tl.store(pointers, dx, mask=position < end, eviction_policy="evict_first")
+        elif inner:
+            tl.store(pointers, dx, eviction_policy="evict_first")
+        else:
+            tl.store(pointers, dx, mask=inside, eviction_policy="evict_first")

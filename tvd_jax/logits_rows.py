@@ -1,0 +1,209 @@
+"""The kernels of the losses from logits under JAX's autodiff: Pallas, or Triton by jax-triton."""
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from tvd_core.contract import NORMALIZED_REDUCTIONS
+from tvd_jax.logits_xla import Rows
+
+
+def rows(
+    student: jax.Array,
+    teacher: jax.Array,
+    row_weights: jax.Array | None,
+    temperature: float,
+    *,
+    want_kl: bool = False,
+    targets: jax.Array | None = None,
+    implementation: str,
+) -> Rows:
+    """See :func:`tvd_jax.logits_xla.rows`.
+
+    Keeps the student's logits, codes and three numbers a row; the teacher's logits only for their
+    own gradient or that of the KL divergence.
+    """
+    static = _Static(float(temperature), want_kl, implementation)
+    values = _rows(student, teacher, row_weights, targets, static)
+    tvd, student_lse, teacher_lse, kl, target_logit = values
+    return Rows(tvd, student_lse, teacher_lse, kl, target_logit)
+
+
+def reduce_tokens(
+    per_token: jax.Array,
+    row_weights: jax.Array | None,
+    normalizer: jax.Array | float | None,
+    reduction: str,
+    vocab: int,
+    implementation: str,
+) -> jax.Array:
+    """See :func:`tvd_jax.xla.reduce_tokens`; adds in the contract's order."""
+    if row_weights is not None:
+        per_token = per_token * row_weights
+    if reduction == "per_token":
+        return per_token
+    if normalizer is not None:
+        normalizer = jnp.asarray(normalizer, jnp.float32)
+    return _reduce(per_token, row_weights, normalizer, reduction, vocab, implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    temperature: float
+    want_kl: bool
+    implementation: str
+
+
+def _kernels(implementation: str) -> Any:
+    module = {"pallas": "logits_pallas", "triton": "triton_launch"}[implementation]
+    return importlib.import_module(f"tvd_jax.{module}")
+
+
+def _in_turn(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Calls a kernel, under ``vmap`` once for each element of the batch; takes ``None`` too."""
+    present = [x for x in arrays if x is not None]
+
+    @jax.custom_batching.sequential_vmap
+    def call(*present: Any) -> Any:
+        rest = iter(present)
+        return function(*(None if x is None else next(rest) for x in arrays))
+
+    return call(*present)
+
+
+def _run(
+    student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static, keep_codes: bool
+) -> tuple[Any, Any]:
+    """The values of ``Rows``, and (rows of both, codes)."""
+    kernels = _kernels(static.implementation)
+    forward = functools.partial(
+        kernels.logits_forward,
+        temperature=static.temperature,
+        want_kl=static.want_kl,
+        keep_codes=keep_codes,
+    )
+    tvd, s_rows, t_rows, s_lse, t_lse, kl, codes = _in_turn(forward, student, teacher, row_weights)
+    target_logit = None
+    if targets is not None:
+        at_target = jnp.take_along_axis(student, targets[:, None], 1)[:, 0]
+        target_logit = at_target.astype(jnp.float32) * jnp.float32(1.0 / static.temperature)
+        if row_weights is not None:
+            target_logit = jnp.where(row_weights == 0, 0, target_logit)
+    return (tvd, s_lse, t_lse, kl, target_logit), (s_rows, t_rows, codes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _rows(student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static) -> Any:
+    return _run(student, teacher, row_weights, targets, static, False)[0]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Which gradients the backward returns."""
+
+    student: bool
+    teacher: bool
+
+
+def _rows_fwd(student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static) -> Any:
+    wanted = _Wanted(student.perturbed, teacher.perturbed)
+    s, t, kept_weights, positions = (
+        None if x is None else x.value for x in (student, teacher, row_weights, targets)
+    )
+    values, (s_rows, t_rows, codes) = _run(s, t, kept_weights, positions, static, True)
+    keep_student = wanted.student or static.want_kl  # whose gradient takes the other's logits too
+    keep_teacher = wanted.teacher or static.want_kl
+    kept = (
+        s if keep_student else None,
+        t if keep_teacher else None,
+        s_rows if keep_student else None,
+        t_rows if keep_teacher else None,
+        values[3] if static.want_kl and wanted.teacher else None,
+        codes,
+        kept_weights,
+        positions,
+        wanted,
+    )
+    return values, kept
+
+
+def _rows_bwd(static: _Static, kept: Any, upstreams: Any) -> Any:
+    student, teacher, s_rows, t_rows, kl, codes, row_weights, targets, wanted = kept
+    upstreams = [None if isinstance(x, SymbolicZero) else x for x in upstreams]
+    tvd, s_lse, t_lse, kl_up, target = upstreams
+    if tvd is None:
+        tvd = jnp.zeros(codes.shape[0], jnp.float32)
+    kernels = _kernels(static.implementation)
+
+    def gradient(is_student: bool, *arrays: Any) -> Any:
+        backward = functools.partial(
+            kernels.logits_backward, temperature=static.temperature, is_student=is_student
+        )
+        return _in_turn(backward, *arrays, codes, row_weights)
+
+    ds = dt = None
+    if wanted.student:
+        own_targets = None if target is None else targets
+        other = (None, None) if kl_up is None else (teacher, t_rows)
+        arrays = (student, other[0], s_rows, other[1], None, tvd, s_lse, kl_up, target, own_targets)
+        ds = gradient(True, *arrays)
+    if wanted.teacher:
+        other = (None, None) if kl_up is None else (student, s_rows)
+        arrays = (teacher, other[0], t_rows, other[1], kl, tvd, t_lse, kl_up, None, None)
+        dt = gradient(False, *arrays)
+    return ds, dt, None, None
+
+
+_rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)
+
+
+# --- reduction -----------------------------------------------------------------------------------
+
+
+def _run_reduce(
+    per_token: Any, row_weights: Any, normalizer: Any, reduction: str, vocab: int, name: str
+) -> tuple[Any, Any]:
+    module = {"pallas": "pallas_kernels", "triton": "triton_launch"}[name]
+    kernels = importlib.import_module(f"tvd_jax.{module}")
+    tokens = per_token.shape[0]
+
+    def reduce(per_token: Any, row_weights: Any, normalizer: Any) -> Any:
+        padded = kernels.fill_up(per_token)
+        return kernels.reduce(
+            padded, row_weights, normalizer, reduction=reduction, tokens=tokens, vocab=vocab
+        )
+
+    if reduction not in NORMALIZED_REDUCTIONS:
+        row_weights = None
+    return _in_turn(reduce, per_token, row_weights, normalizer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _reduce(
+    per_token: Any, row_weights: Any, normalizer: Any, reduction: str, vocab: int, name: str
+) -> Any:
+    return _run_reduce(per_token, row_weights, normalizer, reduction, vocab, name)[0]
+
+
+def _reduce_fwd(
+    per_token: Any, row_weights: Any, normalizer: Any, reduction: str, vocab: int, name: str
+) -> Any:
+    loss, divisor = _run_reduce(per_token, row_weights, normalizer, reduction, vocab, name)
+    return loss, (divisor, jnp.zeros_like(per_token))
+
+
+def _reduce_bwd(reduction: str, vocab: int, name: str, kept: Any, upstream: Any) -> Any:
+    divisor, zeros = kept
+    from tvd_jax.pallas_kernels import divide
+
+    return zeros + divide(upstream, divisor), None, None
+
+
+_reduce.defvjp(_reduce_fwd, _reduce_bwd)
