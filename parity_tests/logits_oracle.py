@@ -84,11 +84,14 @@ def check_tokens(
     scale = _scale(kept, student.shape[-1], options)
     upstreams = {n: d * scale for n, d in partials.items() if n != "target"}
     ds, dt = logits_rows_grad_reference(s, t, temperature=temperature, **upstreams)
+    relative = _relative(kept) + own_error
+    errors = budget.gradients(relative, **upstreams)
     if "target" in partials:
         at = (*np.indices(kept.shape), np.where(kept == 0, 0, labels))
-        ds[at] += partials["target"] * scale / temperature
+        of_target = partials["target"] * scale / temperature
+        ds[at] += of_target
+        errors[0][at] += np.abs(of_target) * (relative + 4 * U32)
     selected = [np.where(kept[..., None] == 0, 0.0, x) for x in (ds, dt)]
-    errors = budget.gradients(_relative(kept) + own_error, **upstreams)
     tokens = np.where(kept == 0, 0.0, per_token * kept)
     divisor = _divisor(
         kept, student.shape[-1], options.get("reduction", "batchmean"), options.get("normalizer")
