@@ -100,7 +100,9 @@ class _Exchange:
         return [self._row_value(part + i, combine) for i in range(len(vectors))]
 
     def _row_value(self, part: int, combine: Callable[[Any, Any], Any]) -> Any:
-        values = [self.smem[part, w] for w in range(self.WARPS)]
+        # The interpreter calls back to Python for each read.
+        here = self.smem[part] if compat.interpreting() else self.smem.at[part]
+        values = [here[w] for w in range(self.WARPS)]
         while len(values) > 1:
             values = [combine(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
         return values[0]

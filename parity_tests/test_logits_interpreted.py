@@ -1,0 +1,46 @@
+"""The Pallas kernels from logits in the interpreter: a few calls, because each takes 20 s and more.
+
+In a process of its own: the interpreter runs each of the four warpgroups of a block in a thread of
+XLA's pool, and waits there, so that the pool must have more threads than two cores give it.
+"""
+
+import importlib.util
+
+import pytest
+
+from parity_tests import child, routes
+
+CODE = """
+import numpy as np
+from parity_tests import logits_oracle, routes
+from parity_tests.logits_budget import logits
+s, t = logits({tokens}, {vocab})
+s, t = s.astype(np.float32), t.astype(np.float32)
+labels = np.zeros({tokens}, np.int32)
+{change}
+logits_oracle.check(routes.get("jax-pallas"), s, t, labels, upstream=-1.75, wrt={wrt!r})
+print("checked")
+"""
+
+
+def interpreted() -> bool:
+    return importlib.util.find_spec("jax") is not None and routes.get("jax-pallas").interpreted
+
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Pallas's interpreter")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "wrt", "change"),
+    [
+        # Two tiles, the last partial; a row that is no multiple of 16 bytes.
+        (1, 8300, "pq", ""),
+        (1, 33, "p", ""),
+        # An ignored row of NaN; a sample far below the maximum, so that the sums are made again.
+        (2, 4096, "p", "labels[0] = -100; s[0] = np.nan; s[1, :2000] = -np.inf; t[1, 9] = 300"),
+    ],
+    ids=["two-tiles", "odd", "ignored-and-again"],
+)
+def test_logits_in_pallas_interpreter(tokens: int, vocab: int, wrt: str, change: str) -> None:
+    code = CODE.format(tokens=tokens, vocab=vocab, wrt=wrt, change=change)
+    assert child.run(code, JAX_NUM_CPU_DEVICES="8").endswith("checked")
