@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     table = commands.add_parser("table", help="markdown table of a results file")
     table.add_argument("file", type=Path)
     table.add_argument("--readme", type=Path, help="rewrite the block between the markers there")
+    table.add_argument("--block", choices=report.BLOCKS, default=report.BLOCKS[0])
     table.add_argument("--phases", type=_words(PHASES), default=["forward", "total"])
     table.add_argument("--impl", type=_words(IMPLEMENTATIONS), help="columns; default: all")
     show = commands.add_parser("show", help="every row of a results file on the terminal")
@@ -258,7 +259,7 @@ def main() -> int:
                 result = results.read_result(arguments.file)
                 block = report.markdown(result, tuple(arguments.phases), columns)
                 if arguments.readme:
-                    report.rewrite_readme(arguments.readme, block)
+                    report.rewrite_readme(arguments.readme, block, arguments.block)
                 else:
                     print(block)
             case "show":

@@ -20,7 +20,7 @@ PEERS = (
 )
 KERNELS = ("torch-triton", "jax-pallas", "jax-triton")
 ORDER = (*KERNELS, *PEERS)
-MARKERS = ("<!-- bench:table:start -->", "<!-- bench:table:end -->")
+BLOCKS = ("table", "logits")  # of the README, one for each stored results file
 COLUMNS = (
     "phase",
     "implementation",
@@ -400,10 +400,11 @@ def _markdown_time(row: Row | None) -> str:
     return microseconds(us) + ratio
 
 
-def rewrite_readme(path: Path, block: str) -> None:
-    """Replaces what stands between the markers of a README."""
+def rewrite_readme(path: Path, block: str, name: str = BLOCKS[0]) -> None:
+    """Replaces what stands between the markers of a block of a README."""
+    markers = [f"<!-- bench:{name}:{place} -->" for place in ("start", "end")]
     old = path.read_text()
-    start, end = (old.find(marker) for marker in MARKERS)
+    start, end = (old.find(marker) for marker in markers)
     if start < 0 or end < start:
-        raise ResultsError(f"{path} has no lines {MARKERS[0]} and {MARKERS[1]}")
-    write_atomically(path, f"{old[: start + len(MARKERS[0])]}\n{block}\n{old[end:]}")
+        raise ResultsError(f"{path} has no lines {markers[0]} and {markers[1]}")
+    write_atomically(path, f"{old[: start + len(markers[0])]}\n{block}\n{old[end:]}")

@@ -355,6 +355,10 @@ def test_readme_block_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
     report.rewrite_readme(readme, "new")
     expected = "before\n<!-- bench:table:start -->\nnew\n<!-- bench:table:end -->\nafter\n"
     assert readme.read_text() == expected
+    both = expected + "<!-- bench:logits:start -->\n<!-- bench:logits:end -->\n"
+    readme.write_text(both)
+    report.rewrite_readme(readme, "other", "logits")
+    assert readme.read_text() == both.replace("logits:start -->", "logits:start -->\nother")
     readme.write_text("no markers")
     with pytest.raises(results.ResultsError, match="bench:table:start"):
         report.rewrite_readme(readme, "new")

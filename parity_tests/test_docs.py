@@ -1,5 +1,8 @@
 """The documents: links lead somewhere, and the summation order as written is the model's."""
 
+import contextlib
+import importlib.util
+import io
 import re
 from pathlib import Path
 
@@ -31,3 +34,37 @@ def test_the_contracts_summation_order_is_the_models() -> None:
     assert_same_bits("per_token", names["per_token"], per_token_float32(p, q))
     total = reduce_float32(names["per_token"]) / np.float32(700)
     assert_same_bits("loss", np.asarray(names["loss"]), np.asarray(total))
+
+
+EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def _shown(example: str) -> str:
+    """What the comments say that the example prints: behind a ``print``, and the lines below it."""
+    shown = []
+    for line in example.splitlines():
+        if line.startswith("print("):
+            shown += re.findall(r"  # (.*)", line)
+        elif line.startswith("# "):
+            shown.append(line[2:])
+    return "\n".join(shown)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_the_readmes_examples_print_what_they_say(number: int) -> None:
+    example = EXAMPLES[number]
+    framework = "torch" if "tvd_torch" in example else "jax"
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(example, {})
+    assert printed.getvalue().rstrip() == _shown(example)
+    assert _shown(example)
+
+
+def test_the_readmes_examples_begin_with_logits() -> None:
+    names = [re.findall(r"from (\w+) import (\w+)", example)[-1] for example in EXAMPLES]
+    functions = ("tvd_from_logits", "tvd_loss")
+    packages = ("tvd_torch", "tvd_jax")
+    assert names == [(package, name) for name in functions for package in packages]
