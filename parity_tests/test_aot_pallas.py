@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+import tvd_jax
 from parity_tests.pallas_cases import CASES, TOKENS, Case
 from tvd_jax import compat
 
@@ -36,6 +37,37 @@ def test_lowers_for_cuda(case):
     module = _lower(case.function(), *case.arguments())
     assert "mosaic_gpu" in module
     assert _kernels(module) == case.kernels
+
+
+# From logits: whole units, 16-bit and mixed; rows that have to be padded; every term of a gradient.
+LOGITS_CASES = [
+    (tvd_jax.tvd_from_logits, 32768, "bfloat16", "bfloat16"),
+    (tvd_jax.tvd_from_logits, 131072, "float32", "bfloat16"),
+    (tvd_jax.tvd_from_logits, 50257, "float16", "float16"),
+    (tvd_jax.tvd_from_logits, 3, "float32", "float32"),
+    (tvd_jax.hybrid_loss, 20000, "bfloat16", "bfloat16"),
+    (tvd_jax.cross_entropy_tvd_loss, 9001, "float32", "float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "vocab", "s_dtype", "t_dtype"),
+    LOGITS_CASES,
+    ids=[f"{c[0].__name__}-{c[1]}-{c[2]}-{c[3]}" for c in LOGITS_CASES],
+)
+def test_logits_lower_for_cuda(loss, vocab, s_dtype, t_dtype):
+    def function(student, teacher, labels):
+        def of(*logits):
+            return loss(*logits, labels, implementation="pallas")
+
+        return jax.value_and_grad(of, (0, 1))(student, teacher)
+
+    logits = (jax.ShapeDtypeStruct((TOKENS, vocab), dtype) for dtype in (s_dtype, t_dtype))
+    module = _lower(function, *logits, jax.ShapeDtypeStruct((TOKENS,), "int32"))
+    assert set(re.findall(r"logits_(?:forward|backward)", module)) == {
+        "logits_forward",
+        "logits_backward",
+    }
 
 
 def test_nothing_of_input_size_is_written_without_gradient():
