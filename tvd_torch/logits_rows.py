@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tvd_core import config
 from tvd_torch import triton_launch
+from tvd_torch.eager import saveable
 from tvd_torch.logits_eager import Rows
 
 
@@ -29,6 +30,11 @@ def rows(
     own gradient or that of the KL divergence.
     """
     keep = torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad)
+    if keep:  # PyTorch saves no tensor of inference mode
+        if want_kl or teacher.requires_grad:
+            student, teacher = saveable(student), saveable(teacher)
+        row_weights = None if row_weights is None else saveable(row_weights)
+        targets = None if targets is None else saveable(targets)
     values = _rows_op(student, teacher, row_weights, targets, temperature, want_kl, keep)
     tvd, student_lse, teacher_lse, kl, target_logit = values[:5]
     return Rows(
