@@ -457,12 +457,8 @@ def _module(
 
 
 def _rows(call: _Call, *, want_kl: bool = False, targets: Tensor | None = None) -> Rows:
-    student, teacher = call.logits
-    if want_kl and torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
-        # The divergence's gradient takes both, so that both are kept.
-        student, teacher = eager.saveable(student), eager.saveable(teacher)
     rows: Rows = call.module.rows(
-        student, teacher, call.row_weights, call.temperature, want_kl=want_kl, targets=targets
+        *call.logits, call.row_weights, call.temperature, want_kl=want_kl, targets=targets
     )
     return rows
 
