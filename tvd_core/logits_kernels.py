@@ -198,10 +198,11 @@ def _difference_tile(
 ):
     """Adds |p - q|, sign(p - q) * p / s_factor and q * (log2(q / p) + a constant) to the lanes.
 
-    The code of an element: bit 0 says that p and q differ, bit 1 that p < q.
+    The code of an element: bit 0 says that p and q differ, bit 1 that p < q; that of the first
+    sub-tile takes the highest two bits of a byte.
     """
     lanes = tl.arange(0, LANES)
-    codes = tl.zeros([LANES], tl.int32)
+    codes = tl.zeros([LANES], tl.uint32)
     zero = tl.zeros([LANES], tl.float32)
     for k in tl.static_range(4):
         position = start + k * LANES + lanes
@@ -219,8 +220,9 @@ def _difference_tile(
             sign = d.to(tl.int32, bitcast=True) & -2147483648
             signed = (exponential.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
             sigma += tl.where(d != 0.0, signed, 0.0)
-            codes |= tl.where(d != 0.0, 1 << (2 * k), 0)
-            codes |= (sign >> (30 - 2 * k)) & (2 << (2 * k))
+            # |d| is below 2: the highest bit of its exponent, which comes along, is 0.
+            codes = (codes << 2) | (d.to(tl.uint32, bitcast=True) >> 30)
+            codes += tl.where(d != 0.0, 1, 0).to(tl.uint32)
         if WANT_KL:
             divergence += tl.where(q == 0.0, 0.0, q * (t - s))
     if KEEP_CODES:
@@ -454,7 +456,7 @@ def logits_backward_kernel(
                 other = _logits(
                     other_ptr + base, position, shift, end, readable, True, ALIGNED, "evict_first"
                 )
-        code = (codes >> (2 * k)) & 3
+        code = (codes >> (6 - 2 * k)) & 3
         coefficient = tl.where(code >= 2, minus, tl.where(code == 1, plus, tie))
         x = tl.fma(x, zero + scale, zero - reference)
         exponential = tl.exp2(x)
