@@ -198,6 +198,7 @@ def check_inputs(
     device_of: Callable[[Any], Any],
     names: tuple[str, str] = ("p", "q"),
     reductions: tuple[str, ...] = REDUCTIONS,
+    is_shard: bool = False,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` for inputs that the contract excludes.
 
@@ -215,6 +216,7 @@ def check_inputs(
             not known yet (a tracer).
         names: what the caller's signature calls ``p`` and ``q``.
         reductions: those that the calling loss has.
+        is_shard: whether ``p`` is one of the shards of its rows, which may be empty.
     """
     check_reduction(reduction, reductions)
     check_ignore_index(ignore_index)
@@ -224,7 +226,7 @@ def check_inputs(
     shape = tuple(p.shape)
     if len(shape) == 0:
         raise ValueError(f"{of} must have shape [..., vocab], got shape {shape}")
-    if shape[-1] == 0:
+    if shape[-1] == 0 and not is_shard:
         raise ValueError(f"{of} must have a vocab of at least 1, got shape {shape}")
     if tuple(q.shape) != shape:
         raise ValueError(f"{other_of} must have the shape of {of} {shape}, got {tuple(q.shape)}")
@@ -271,6 +273,11 @@ def constant_message(name: str) -> str:
         f"{name} is a constant of this loss and has no gradient: detach it first "
         "(PyTorch: .detach(), JAX: jax.lax.stop_gradient)"
     )
+
+
+def group_message(name: str, kind: str, group: Any) -> str:
+    """Words for what cannot name the processes or devices that hold the other shards."""
+    return f"{name} must be None or a {kind} that this process belongs to, got {group!r}"
 
 
 def kernel_dtype_message(implementation: str, name: str, dtype: str, remedy: str) -> str:

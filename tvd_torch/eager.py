@@ -72,8 +72,15 @@ def reduce_tokens(
         divisor = torch.full((), per_token.numel(), dtype=dtype, device=device)
     if reduction == "mean":
         divisor = divisor * vocab
-    # 0 / 0 counts as 0: with no token kept the loss is 0, and stays attached. A total that is 0 for
-    # another reason keeps its divisor, which the gradient needs.
+    return divided(total, divisor)
+
+
+def divided(total: Tensor, divisor: Tensor) -> Tensor:
+    """``total / divisor``, where 0 / 0 counts as 0.
+
+    With no token kept the loss is 0, and stays attached. A total that is 0 for another reason keeps
+    its divisor, which the gradient needs.
+    """
     nothing = (total == 0) & (divisor == 0)
     return total / torch.where(nothing, torch.ones_like(divisor), divisor)
 
