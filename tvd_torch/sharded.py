@@ -85,7 +85,7 @@ def of(p: Tensor, q: Tensor, names: tuple[str, str], vocab_group: Any, token_gro
 
 
 def _of_dtensors(
-    p: Tensor, q: Tensor, names: tuple[str, str], vocab_group: Any, token_group: Any
+    p: Any, q: Any, names: tuple[str, str], vocab_group: Any, token_group: Any
 ) -> Shards:
     """The shards of a call on DTensors, which both inputs have to be."""
     from torch.distributed.tensor import DTensor
@@ -105,7 +105,8 @@ def _of_dtensors(
     pairs = zip(p.placements, q.placements, strict=True)
     placements = tuple(_common(a, b) for a, b in pairs)
     last = p.dim() - 1
-    vocab, tokens = [], []
+    vocab: list[Any] = []
+    tokens: list[Any] = []
     for dimension, placement in enumerate(placements):
         if placement.is_shard():
             groups = vocab if placement.dim % p.dim() == last else tokens
@@ -148,10 +149,11 @@ def wrapped(x: Tensor, shards: Shards) -> Tensor:
 # --- sums over processes -------------------------------------------------------------------------
 
 
-def _all_reduced(x: Tensor, groups: Groups, op: Any = None) -> Tensor:
+def all_reduced(x: Tensor, groups: Groups, op: str = "sum") -> Tensor:
+    """The sum or maximum over the processes of all groups, without a gradient."""
     x = x.clone(memory_format=torch.contiguous_format)
     for group in groups:
-        dist.all_reduce(x, dist.ReduceOp.SUM if op is None else op, group=group)
+        dist.all_reduce(x, {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op], group=group)
     return x
 
 
@@ -164,7 +166,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
         ctx.groups = groups
-        return _all_reduced(x, groups)
+        return all_reduced(x, groups)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -186,7 +188,7 @@ class _Copy(torch.autograd.Function):
 
 def sum_over(x: Tensor, groups: Groups) -> Tensor:
     """The sum over the processes of the groups, differentiable; ``x`` if there are none."""
-    return _Sum.apply(x, groups) if groups else x  # type: ignore[no-any-return]
+    return _Sum.apply(x, groups) if groups else x
 
 
 def vocab_size(local_size: int, shards: Shards, device: torch.device) -> Tensor | int:
@@ -195,7 +197,7 @@ def vocab_size(local_size: int, shards: Shards, device: torch.device) -> Tensor 
         return shards.vocab_size
     if not shards.vocab:
         return local_size
-    return _all_reduced(torch.tensor(local_size, device=device), shards.vocab)
+    return all_reduced(torch.tensor(local_size, device=device), shards.vocab)
 
 
 def vocab_start(local_size: int, shards: Shards, device: torch.device) -> Tensor:
@@ -252,25 +254,52 @@ def rows(
     row_weights: Tensor | None,
     temperature: float,
     shards: Shards,
+    use_kernels: bool,
     *,
     want_kl: bool = False,
     targets: Tensor | None = None,
 ) -> Rows:
-    """See :func:`tvd_torch.logits_eager.rows`: of shards of the rows, in eager PyTorch.
+    """See :func:`tvd_torch.logits_eager.rows`: of shards of the rows.
 
     ``targets`` are positions in the whole row. Three all-reduces: of the maxima, of the sums of
     exponentials, and of what the values and their gradients are made of.
     """
-    kept = None if row_weights is None else row_weights != 0
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
         student, teacher = eager.saveable(student), eager.saveable(teacher)
     if targets is not None:
-        targets = local_targets(targets, student.shape[1], shards)
-    values = _Rows.apply(student, teacher, kept, targets, temperature, want_kl, shards.vocab)
+        targets = _local_targets(targets, student.shape[1], shards)
+    if use_kernels:
+        from tvd_torch import logits_rows
+
+        values = logits_rows.ShardedRows.apply(
+            student, teacher, row_weights, targets, temperature, want_kl, shards.vocab
+        )
+    else:
+        kept = None if row_weights is None else row_weights != 0
+        values = _Rows.apply(student, teacher, kept, targets, temperature, want_kl, shards.vocab)
     return Rows(*values)
 
 
-def local_targets(targets: Tensor, local_size: int, shards: Shards) -> Tensor:
+def elementwise(
+    student: Tensor,
+    teacher: Tensor,
+    row_weights: Tensor | None,
+    temperature: float,
+    groups: Groups,
+) -> Tensor:
+    """See :func:`tvd_torch.logits_eager.elementwise`: of shards of the rows."""
+    kept = None if row_weights is None else row_weights != 0
+    both = []
+    for x in logits_eager.kept_rows(student, teacher, kept):
+        top = all_reduced(_highest(x.detach()), groups, "max")[:, None]
+        total = logits_eager.exponentials(x, temperature, top)[0].sum(-1, keepdim=True)
+        total = _Copy.apply(sum_over(total, groups), groups)
+        both.append(logits_eager.softmax(x, temperature, top, total)[0])
+    values = 0.5 * eager.masked_difference(*both, kept)
+    return values if row_weights is None else values * row_weights[:, None]
+
+
+def _local_targets(targets: Tensor, local_size: int, shards: Shards) -> Tensor:
     """Positions in the local shard, -1 for those in another."""
     targets = targets - vocab_start(local_size, shards, targets.device)
     return torch.where((targets >= 0) & (targets < local_size), targets, -1)
@@ -292,14 +321,14 @@ class _Rows(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         logits = logits_eager.kept_rows(student, teacher, kept)
         top = torch.stack([_highest(x) for x in logits])
-        top = _all_reduced(top, groups, dist.ReduceOp.MAX)[..., None]
+        top = all_reduced(top, groups, "max")[..., None]
         total = torch.stack(
             [
                 logits_eager.exponentials(x, temperature, m)[0].sum(-1)
                 for x, m in zip(logits, top, strict=True)
             ]
         )
-        total = _all_reduced(total, groups)[..., None]
+        total = all_reduced(total, groups)[..., None]
         (p, log_p, student_lse), (q, log_q, teacher_lse) = (
             logits_eager.softmax(x, temperature, *sums)
             for x, *sums in zip(logits, top, total, strict=True)
@@ -311,7 +340,7 @@ class _Rows(torch.autograd.Function):
             sums.append(logits_eager.divergence(q, log_q, log_p)[0].sum(-1))
         if targets is not None:
             sums.append(_at_targets(logits[0], targets, temperature))
-        summed = list(_all_reduced(torch.stack(sums), groups))
+        summed = list(all_reduced(torch.stack(sums), groups))
         tvd, by_sign = summed[0], torch.stack(summed[1:7])
         kl = summed[7] if want_kl else None
         ctx.save_for_backward(student, teacher, kept, targets, top, total, by_sign, kl)
