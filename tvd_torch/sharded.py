@@ -81,7 +81,8 @@ def of(p: Tensor, q: Tensor, names: tuple[str, str], vocab_group: Any, token_gro
     check_groups(vocab_group, token_group)
     if any(hasattr(x, "device_mesh") for x in (p, q)):
         return _of_dtensors(p, q, names, vocab_group, token_group)
-    return Shards(*(() if group is None else (group,) for group in (vocab_group, token_group)))
+    vocab, tokens = (() if group is None else (group,) for group in (vocab_group, token_group))
+    return Shards(vocab, tokens)
 
 
 def _of_dtensors(
@@ -264,7 +265,8 @@ def rows(
     ``targets`` are positions in the whole row. Three all-reduces: of the maxima, of the sums of
     exponentials, and of what the values and their gradients are made of.
     """
-    if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
+    keep = torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad)
+    if keep:
         student, teacher = eager.saveable(student), eager.saveable(teacher)
     if targets is not None:
         targets = _local_targets(targets, student.shape[1], shards)
@@ -272,7 +274,7 @@ def rows(
         from tvd_torch import logits_rows
 
         values = logits_rows.ShardedRows.apply(
-            student, teacher, row_weights, targets, temperature, want_kl, shards.vocab
+            student, teacher, row_weights, targets, temperature, want_kl, keep, shards.vocab
         )
     else:
         kept = None if row_weights is None else row_weights != 0
@@ -289,13 +291,15 @@ def elementwise(
 ) -> Tensor:
     """See :func:`tvd_torch.logits_eager.elementwise`: of shards of the rows."""
     kept = None if row_weights is None else row_weights != 0
-    both = []
-    for x in logits_eager.kept_rows(student, teacher, kept):
+
+    def probabilities(x: Tensor) -> Tensor:
         top = all_reduced(_highest(x.detach()), groups, "max")[:, None]
         total = logits_eager.exponentials(x, temperature, top)[0].sum(-1, keepdim=True)
         total = _Copy.apply(sum_over(total, groups), groups)
-        both.append(logits_eager.softmax(x, temperature, top, total)[0])
-    values = 0.5 * eager.masked_difference(*both, kept)
+        return logits_eager.softmax(x, temperature, top, total)[0]
+
+    p, q = (probabilities(x) for x in logits_eager.kept_rows(student, teacher, kept))
+    values = 0.5 * eager.masked_difference(p, q, kept)
     return values if row_weights is None else values * row_weights[:, None]
 
 
