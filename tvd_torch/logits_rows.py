@@ -15,7 +15,7 @@ from tvd_core import config
 from tvd_torch import triton_launch
 from tvd_torch.eager import saveable
 from tvd_torch.logits_eager import Rows
-from tvd_torch.sharded import all_reduced
+from tvd_torch.sharded import all_reduced, sum_in_order
 
 LOWEST = -3.0e38  # the kernels' reference of a row without a logit above it
 
@@ -253,7 +253,7 @@ class ShardedRows(torch.autograd.Function):
         # How a maximum over processes takes a NaN is not defined. The sums show it.
         reference = torch.where(reference.isnan(), LOWEST, reference)
         top = all_reduced(reference, groups, "max")
-        total = all_reduced(total * torch.exp2(reference - top), groups)
+        total = sum_in_order(total * torch.exp2(reference - top), groups)
         parts, codes = _difference_op(
             student, teacher, row_weights, temperature, top, 1.0 / total, want_kl, keep
         )

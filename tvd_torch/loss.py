@@ -1,5 +1,6 @@
 """Total variation distance loss for PyTorch: the public function, its module and its autograd."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -334,7 +335,7 @@ def _sharded_loss(
         dtype = eager.accumulation_dtype(p, q)
         row_weights = kept_weights(comparable(labels, ignore_index), weights, ignore_index, dtype)
         x = sharded.reduced(
-            x, row_weights, p[..., :1].numel(), normalizer, reduction, vocab, shards
+            x, row_weights, math.prod(p.shape[:-1]), normalizer, reduction, vocab, shards
         )
     return sharded.wrapped(x, shards)
 

@@ -5,6 +5,7 @@ is cut; never rows. Every process of a group then holds the loss that a single d
 and its backward gives the gradient of its own shard of the inputs.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -158,6 +159,25 @@ def all_reduced(x: Tensor, groups: Groups, op: str = "sum") -> Tensor:
     return x
 
 
+def _gathered(x: Tensor, group: Any) -> Tensor:
+    """``x`` of each process, in the order of the ranks, along a new first dimension."""
+    count = dist.get_world_size(group)
+    everywhere = x.new_empty((count * x.numel(),))
+    dist.all_gather_into_tensor(everywhere, x.reshape(-1).contiguous(), group=group)
+    return everywhere.reshape(count, *x.shape)
+
+
+def sum_in_order(x: Tensor, groups: Groups) -> Tensor:
+    """The sum over processes in the order of their ranks, without a gradient.
+
+    An all-reduce adds each number in an order that hangs on its place, so that the softmaxes of
+    equal rows would differ.
+    """
+    for group in groups:
+        x = functools.reduce(torch.add, _gathered(x, group).unbind())
+    return x
+
+
 class _Sum(torch.autograd.Function):
     """The sum over processes, all of which hold it then.
 
@@ -172,6 +192,15 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
         return _Copy.apply(upstream, ctx.groups), None
+
+
+class _OrderedSum(_Sum):
+    """The same, in the order of the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        return sum_in_order(x, groups)
 
 
 class _Copy(torch.autograd.Function):
@@ -206,10 +235,9 @@ def vocab_start(local_size: int, shards: Shards, device: torch.device) -> Tensor
     size = torch.tensor([local_size], device=device)
     start = torch.zeros_like(size)
     for group in reversed(shards.vocab):
-        sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(sizes, size, group=group)
-        start = start + sum(sizes[: dist.get_rank(group)])
-        size = torch.stack(sizes).sum(0)
+        sizes = _gathered(size, group)
+        start = start + sizes[: dist.get_rank(group)].sum(0)
+        size = sizes.sum(0)
     return start
 
 
@@ -262,8 +290,8 @@ def rows(
 ) -> Rows:
     """See :func:`tvd_torch.logits_eager.rows`: of shards of the rows.
 
-    ``targets`` are positions in the whole row. Three all-reduces: of the maxima, of the sums of
-    exponentials, and of what the values and their gradients are made of.
+    ``targets`` are positions in the whole row. Three times a few numbers a token go round: the
+    maxima, the sums of exponentials, and what the values and their gradients are made of.
     """
     keep = torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad)
     if keep:
@@ -295,7 +323,7 @@ def elementwise(
     def probabilities(x: Tensor) -> Tensor:
         top = all_reduced(_highest(x.detach()), groups, "max")[:, None]
         total = logits_eager.exponentials(x, temperature, top)[0].sum(-1, keepdim=True)
-        total = _Copy.apply(sum_over(total, groups), groups)
+        total = _Copy.apply(_OrderedSum.apply(total, groups), groups)
         return logits_eager.softmax(x, temperature, top, total)[0]
 
     p, q = (probabilities(x) for x in logits_eager.kept_rows(student, teacher, kept))
@@ -332,7 +360,7 @@ class _Rows(torch.autograd.Function):
                 for x, m in zip(logits, top, strict=True)
             ]
         )
-        total = all_reduced(total, groups)[..., None]
+        total = sum_in_order(total, groups)[..., None]
         (p, log_p, student_lse), (q, log_q, teacher_lse) = (
             logits_eager.softmax(x, temperature, *sums)
             for x, *sums in zip(logits, top, total, strict=True)
