@@ -294,3 +294,11 @@ def no_elements_message(implementation: str, remedy: str) -> str:
         f"implementation {implementation!r} has no reduction 'none' for logits: use implementation "
         f"{remedy!r}"
     )
+
+
+def no_compiled_forward_mode_message(implementation: str, remedy: str) -> str:
+    """Words for a derivative that a compiler would leave out."""
+    return (
+        f"implementation {implementation!r} has no forward-mode derivative under torch.compile: "
+        f"use implementation {remedy!r}"
+    )

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 
 from tvd_core.contract import logit_scale
-from tvd_torch.eager import accumulation_dtype, masked_difference, reduce_tokens, saveable, sign
+from tvd_torch.eager import (
+    accumulation_dtype,
+    masked_difference,
+    reduce_tokens,
+    saveable,
+    sign,
+    transformed,
+)
 
 __all__ = ["Rows", "elementwise", "reduce_tokens", "rows"]
 
@@ -48,7 +55,12 @@ def rows(
     kept = None if row_weights is None else row_weights != 0
     if torch.is_grad_enabled() and (student.requires_grad or teacher.requires_grad):
         student, teacher = saveable(student), saveable(teacher)
-    tvd, student_lse, teacher_lse, kl, target_logit = _Rows.apply(
+    function: Any = _Rows.apply
+    if not torch.compiler.is_compiling() and transformed():
+        from tvd_torch import transforms
+
+        function = transforms.eager_rows
+    tvd, student_lse, teacher_lse, kl, target_logit = function(
         student, teacher, kept, targets, temperature, want_kl
     )
     return Rows(
@@ -77,13 +89,13 @@ def kept_rows(student: Tensor, teacher: Tensor, kept: Tensor | None) -> list[Ten
     return both if kept is None else [torch.where(kept[:, None], x, 0.0) for x in both]
 
 
-def exponentials(x: Tensor, temperature: float, top: Tensor) -> tuple[Tensor, Tensor]:
-    """``exp(z)`` and ``z = (x - top) / T``.
+def exponentials(x: Tensor, scale: float, top: Tensor) -> tuple[Tensor, Tensor]:
+    """``exp(z)`` and ``z = (x - top) * scale``.
 
     The maximum goes first: the scale then multiplies numbers from -inf to 0, so that nothing
     overflows, and an -inf stays one. A row without a finite maximum is NaN.
     """
-    z = (x - top) * logit_scale(temperature)
+    z = (x - top) * scale
     return torch.exp(z), z
 
 
@@ -97,11 +109,12 @@ def softmax(
     """
     if top is None:
         top = x.detach().amax(-1, keepdim=True)
-    e, z = exponentials(x, temperature, top)
+    scale = logit_scale(temperature)
+    e, z = exponentials(x, scale, top)
     if total is None:
         total = e.sum(-1, keepdim=True)
     log_total = torch.log(total)
-    return e / total, z - log_total, (top * logit_scale(temperature) + log_total)[:, 0]
+    return e / total, z - log_total, (top * scale + log_total)[:, 0]
 
 
 def divergence(q: Tensor, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,7 +211,7 @@ class _Rows(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         ctx.save_for_backward(student, teacher, kept, targets)
         ctx.temperature, ctx.want_kl = temperature, want_kl
-        return _values(student, teacher, kept, targets, temperature, want_kl)
+        return values(student, teacher, kept, targets, temperature, want_kl)
 
     @staticmethod
     def backward(ctx: Any, *upstreams: Any) -> tuple[Tensor | None, ...]:
@@ -211,7 +224,7 @@ class _Rows(torch.autograd.Function):
         return *found, None, None, None, None
 
 
-def _values(
+def values(
     student: Tensor,
     teacher: Tensor,
     kept: Tensor | None,
@@ -222,15 +235,15 @@ def _values(
     """The values of ``Rows``."""
     s, t = kept_rows(student, teacher, kept)
     (p, log_p, student_lse), (q, log_q, teacher_lse) = (softmax(x, temperature) for x in (s, t))
-    values: list[Tensor | None] = [0.5 * (p - q).abs().sum(-1), student_lse, teacher_lse]
-    values.append(divergence(q, log_q, log_p)[0].sum(-1) if want_kl else None)
+    found: list[Tensor | None] = [0.5 * (p - q).abs().sum(-1), student_lse, teacher_lse]
+    found.append(divergence(q, log_q, log_p)[0].sum(-1) if want_kl else None)
     target_logit = None
     if targets is not None:
         target_logit = s.gather(-1, targets[:, None])[:, 0] * logit_scale(temperature)
-    values.append(target_logit)
+    found.append(target_logit)
     if kept is None:
-        return tuple(values)
-    return tuple(None if x is None else torch.where(kept, x, 0.0) for x in values)
+        return tuple(found)
+    return tuple(None if x is None else torch.where(kept, x, 0.0) for x in found)
 
 
 def _input_gradient(

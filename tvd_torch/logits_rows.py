@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tvd_core import config
-from tvd_torch import triton_launch
-from tvd_torch.eager import saveable
+from tvd_core.contract import no_compiled_forward_mode_message
+from tvd_torch import eager, triton_launch
+from tvd_torch.eager import forward_mode, saveable, transformed
 from tvd_torch.logits_eager import Rows
 from tvd_torch.sharded import all_reduced, sum_in_order
 
@@ -40,7 +41,17 @@ def rows(
             student, teacher = saveable(student), saveable(teacher)
         row_weights = None if row_weights is None else saveable(row_weights)
         targets = None if targets is None else saveable(targets)
-    values = _rows_op(student, teacher, row_weights, targets, temperature, want_kl, keep)
+    arguments = (student, teacher, row_weights, targets, temperature, want_kl)
+    if torch.compiler.is_compiling():
+        if forward_mode():
+            raise NotImplementedError(no_compiled_forward_mode_message("triton", "eager"))
+        values = _rows_op(*arguments, keep)
+    elif transformed():
+        from tvd_torch import transforms
+
+        values = transforms.kernel_rows(*arguments)
+    else:
+        values = _rows_op(*arguments, keep)
     tvd, student_lse, teacher_lse, kl, target_logit = values[:5]
     return Rows(
         tvd,
@@ -63,6 +74,8 @@ def reduce_tokens(
         per_token = per_token * row_weights
     if reduction == "per_token":
         return per_token
+    if not torch.compiler.is_compiling() and transformed():
+        return eager.reduced(per_token, row_weights, normalizer, reduction, vocab)
     is_tensor = isinstance(normalizer, Tensor)
     tensor, number = (normalizer, None) if is_tensor else (None, normalizer)
     loss: Tensor = _reduce_op(per_token, row_weights, tensor, number, reduction, vocab)[0]

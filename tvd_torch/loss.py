@@ -23,6 +23,7 @@ from tvd_core.contract import (
     dtype_name,
     kernel_dtype_message,
     kernel_vocab_message,
+    no_compiled_forward_mode_message,
 )
 from tvd_torch import eager, sharded, triton_launch
 
@@ -143,13 +144,15 @@ def tvd_loss(
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
     arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, want_gradient)
     if torch.compiler.is_compiling():
-        if _forward_mode():
-            raise NotImplementedError(
-                "implementation 'triton' has no forward-mode derivative under torch.compile: use "
-                "implementation 'eager'"
-            )
+        if eager.forward_mode():
+            raise NotImplementedError(no_compiled_forward_mode_message("triton", "eager"))
         return _compiled_loss(*arguments)
-    if not want_gradient and not _transformed():
+    if eager.transformed():
+        from tvd_torch import transforms
+
+        row_weights = kept_weights(labels, weights, ignore_index, torch.float32)
+        return transforms.tvd_loss(p, q, row_weights, normalizer, reduction)
+    if not want_gradient:
         return triton_launch.forward(*arguments)[0]  # 15 us of host time less than through autograd
     loss: Tensor = _TritonLoss.apply(*arguments)
     return loss
@@ -190,19 +193,6 @@ def checked_normalizer(
             raise ValueError(constant_message(name))
     number: Tensor | float | None = as_number(normalizer)
     return number
-
-
-def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation has a say, which autograd would hear.
-
-    Private names: where a version of PyTorch has others, every call goes through autograd.
-    """
-    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-    return _forward_mode() or active()
-
-
-def _forward_mode() -> bool:
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
 def comparable(labels: Tensor | None, ignore_index: int) -> Tensor | None:

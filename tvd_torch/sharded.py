@@ -322,7 +322,7 @@ def elementwise(
 
     def probabilities(x: Tensor) -> Tensor:
         top = all_reduced(_highest(x.detach()), groups, "max")[:, None]
-        total = logits_eager.exponentials(x, temperature, top)[0].sum(-1, keepdim=True)
+        total = logits_eager.exponentials(x, logit_scale(temperature), top)[0].sum(-1, keepdim=True)
         total = _Copy.apply(_OrderedSum.apply(total, groups), groups)
         return logits_eager.softmax(x, temperature, top, total)[0]
 
@@ -356,7 +356,7 @@ class _Rows(torch.autograd.Function):
         top = all_reduced(top, groups, "max")[..., None]
         total = torch.stack(
             [
-                logits_eager.exponentials(x, temperature, m)[0].sum(-1)
+                logits_eager.exponentials(x, logit_scale(temperature), m)[0].sum(-1)
                 for x, m in zip(logits, top, strict=True)
             ]
         )
