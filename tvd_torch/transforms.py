@@ -316,6 +316,8 @@ def _merged(x: Any) -> Any:
 class _RowsGradient(torch.autograd.Function):
     """The gradient of the student's or of the teacher's logits."""
 
+    CODES = 10  # which argument they are
+
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         gradient: Tensor = logits_rows._backward_op(*arguments)
@@ -335,6 +337,16 @@ class _RowsGradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
         size = info.batch_size
+        if in_dims[_RowsGradient.CODES] is None:
+            # Which byte holds an element's code hangs on where in memory its row starts.
+            each = [
+                [
+                    x if dim is None else x.select(dim, i)
+                    for x, dim in zip(arguments, in_dims, strict=True)
+                ]
+                for i in range(size)
+            ]
+            return torch.stack([_RowsGradient.apply(*one) for one in each]), 0
         batched = [_batched(x, dim, size) for x, dim in zip(arguments, in_dims, strict=True)]
         merged = [
             x.movedim(0, 1).reshape(3, -1) if i in (2, 3) else _merged(x)
