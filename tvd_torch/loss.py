@@ -28,6 +28,8 @@ from tvd_core.contract import (
 from tvd_torch import eager, sharded, triton_launch
 
 IMPLEMENTATIONS = ("triton", "eager")
+# Of others (fake tensors) only an operator knows what to make.
+_PLAIN = (Tensor, torch.nn.Parameter)
 _KERNEL_DTYPES = frozenset(getattr(torch, name) for name in KERNEL_DTYPES)
 
 
@@ -143,7 +145,7 @@ def tvd_loss(
     if chosen == "eager":
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
     arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, want_gradient)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(p) not in _PLAIN or type(q) not in _PLAIN:
         if eager.forward_mode():
             raise NotImplementedError(no_compiled_forward_mode_message("triton", "eager"))
         return _compiled_loss(*arguments)
