@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tvd_core.contract import NORMALIZED_REDUCTIONS
+from tvd_jax import sharded
 from tvd_jax.logits_xla import Rows
+from tvd_jax.sharded import NOT_SPREAD, Axes
 
 
 def rows(
@@ -22,9 +24,10 @@ def rows(
     *,
     want_kl: bool = False,
     targets: jax.Array | None = None,
+    axes: Axes = NOT_SPREAD,
     implementation: str,
 ) -> Rows:
-    """See :func:`tvd_jax.logits_xla.rows`.
+    """See :func:`tvd_jax.logits_xla.rows`; rows are whole, whatever ``axes`` says of the tokens.
 
     Keeps the student's logits, codes and three numbers a row; the teacher's logits only for their
     own gradient or that of the KL divergence.
@@ -41,6 +44,8 @@ def reduce_tokens(
     normalizer: jax.Array | float | None,
     reduction: str,
     vocab: int,
+    axes: Axes = NOT_SPREAD,
+    *,
     implementation: str,
 ) -> jax.Array:
     """See :func:`tvd_jax.xla.reduce_tokens`; adds in the contract's order."""
@@ -48,9 +53,19 @@ def reduce_tokens(
         per_token = per_token * row_weights
     if reduction == "per_token":
         return per_token
+    if axes.tokens:
+        of_device = functools.partial(total, implementation=implementation)
+        return sharded.reduce_tokens(
+            per_token, row_weights, normalizer, reduction, vocab, axes, of_device
+        )
     if normalizer is not None:
         normalizer = jnp.asarray(normalizer, jnp.float32)
     return _reduce(per_token, row_weights, normalizer, reduction, vocab, implementation)
+
+
+def total(values: jax.Array, implementation: str) -> jax.Array:
+    """The sum of ``values [tokens]`` in the contract's order."""
+    return _reduce(values, None, None, "sum", 1, implementation)
 
 
 @dataclasses.dataclass(frozen=True)

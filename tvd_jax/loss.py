@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 
 from tvd_core.contract import (
     KERNEL_DTYPES,
@@ -26,7 +27,7 @@ from tvd_core.contract import (
     kernel_dtype_message,
     kernel_vocab_message,
 )
-from tvd_jax import compat, pallas_ptx, triton_launch, xla
+from tvd_jax import compat, pallas_ptx, sharded, triton_launch, xla
 
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 ARRAY_TYPES = (jax.Array, np.ndarray)
@@ -193,6 +194,8 @@ def tvd_loss(
     ignore_index: int = -100,
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
+    axis_name: sharded.AxisName | None = None,
+    token_axis_name: sharded.AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Total variation distance between two distributions per token, reduced over the tokens.
@@ -218,6 +221,11 @@ def tvd_loss(
             positive number (Python's or NumPy's, in float32's range for every dtype of ``p``) or a
             0-d array; a constant. For gradient accumulation and data-parallel training, where the
             count of all the batch's tokens divides.
+        axis_name: inside ``jax.shard_map``, the mesh axis (or a tuple of them) over which the vocab
+            is spread: ``p`` and ``q`` are this device's equal part of every row. The values, and
+            the gradients of the parts, are those of the whole rows; a sum a token is exchanged.
+        token_axis_name: inside ``jax.shard_map``, the mesh axis (or a tuple) over which the tokens
+            are spread: the loss and its divisor are summed over it.
         implementation: ``"pallas"`` (Mosaic GPU, Hopper and newer), ``"triton"`` (the kernels of
             the PyTorch package through jax-triton, Ampere and newer), ``"xla"``, or ``None`` to
             pick by device. A named one is used or the call fails.
@@ -229,7 +237,7 @@ def tvd_loss(
         shape of ``p``, ``0.5 * |p - q|`` times the weights.
 
     Raises:
-        ValueError: a shape, device, reduction, normalizer or implementation does not fit.
+        ValueError: a shape, device, reduction, normalizer, axis or implementation does not fit.
         TypeError: something is not an array, or has the wrong dtype.
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
@@ -237,25 +245,72 @@ def tvd_loss(
     ICML 2023 (acceptance rate).
     """
     check_arrays(p, q, labels, weights, normalizer, reduction, ignore_index)
+    axes = sharded.check_axes(axis_name, token_axis_name)
     chosen = choose_implementation(p, q, implementation)
     p, q = jnp.asarray(p), jnp.asarray(q)
     weights = as_constant("weights", weights)
     normalizer = as_constant("normalizer", as_number(normalizer))
     dtype = xla.accumulation_dtype(p, q)
     row_weights = kept_weights(labels, weights, int(ignore_index), dtype)
-    tokens = p.size // p.shape[-1]
-    if chosen == "xla" or tokens == 0:
-        return xla.loss(p, q, row_weights, normalizer, reduction)
+    spec = None if axes else sharded.explicit_spec(p)
+    if spec is None:
+        return _loss(p, q, row_weights, normalizer, reduction, chosen, axes)
 
+    def of_shards(p: Any, q: Any, row_weights: Any, normalizer: Any) -> jax.Array:
+        spread = sharded.axes_of_spec(spec)
+        return _loss(p, q, row_weights, normalizer, reduction, chosen, spread)
+
+    sharded.check_same_spec(("p", "q"), (p, q), spec)
+    rows, tokens = PartitionSpec(*spec), PartitionSpec(*spec[:-1])
+    arguments = [(p, rows), (q, rows), (row_weights, tokens), (normalizer, PartitionSpec())]
+    out = {"none": rows, "per_token": tokens}.get(reduction, PartitionSpec())
+    return sharded.over_explicit_axes(of_shards, arguments, out)
+
+
+def _loss(
+    p: jax.Array,
+    q: jax.Array,
+    row_weights: jax.Array | None,
+    normalizer: jax.Array | float | None,
+    reduction: str,
+    implementation: str,
+    axes: sharded.Axes,
+) -> jax.Array:
+    """``tvd_loss`` of checked arrays, or of this device's part of them."""
     leading, vocab = p.shape[:-1], p.shape[-1]
-    result = _kernel_loss(
-        p.reshape(tokens, vocab),
-        q.reshape(tokens, vocab),
-        None if row_weights is None else row_weights.reshape(tokens),
-        None if normalizer is None else jnp.asarray(normalizer, jnp.float32),
-        reduction,
-        chosen,
-    )
+    tokens = p.size // vocab
+    if implementation == "xla" or tokens == 0:
+        return xla.loss(p, q, row_weights, normalizer, reduction, axes)
+    flat_weights = None if row_weights is None else row_weights.reshape(tokens)
+    if axes and reduction != "none":
+        per_token = _kernel_loss(
+            p.reshape(tokens, vocab),
+            q.reshape(tokens, vocab),
+            flat_weights,
+            None,
+            "per_token",
+            implementation,
+        )
+        from tvd_jax import logits_rows
+
+        result = sharded.reduce_tokens(
+            sharded.psum(per_token, axes.vocab),
+            flat_weights,
+            normalizer,
+            reduction,
+            axes.vocab_size(vocab),
+            axes,
+            functools.partial(logits_rows.total, implementation=implementation),
+        )
+    else:
+        result = _kernel_loss(
+            p.reshape(tokens, vocab),
+            q.reshape(tokens, vocab),
+            flat_weights,
+            None if normalizer is None else jnp.asarray(normalizer, jnp.float32),
+            reduction,
+            implementation,
+        )
     shape = {"none": (*leading, vocab), "per_token": leading}.get(reduction, ())
     return result.reshape(shape)
 
