@@ -7,15 +7,12 @@ their budgets are those of one device.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
-import math
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 if __name__ == "__main__":
@@ -28,7 +25,6 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import tvd_jax
 from parity_tests import inputs, logits_oracle, oracle
 from parity_tests.logits_budget import logits
 from parity_tests.routes import JaxRoute, Result
@@ -114,9 +110,7 @@ class ShardedRoute(JaxRoute):
 
         if self.how in ("auto", "explicit"):
             return functools.partial(gradients, call)
-        over = functools.partial(
-            jax.shard_map, mesh=self.mesh, check_vma=self.how != "unchecked"
-        )
+        over = functools.partial(jax.shard_map, mesh=self.mesh, check_vma=self.how != "unchecked")
         if self.how == "inside":
             whole = (out, {n: specs[n] for n in wrt})
             inside = functools.partial(gradients, call)

@@ -456,23 +456,10 @@ def _functions(
     )
 
 
-def _flat(x: jax.Array | None) -> jax.Array | None:
-    return None if x is None else x.reshape(-1)
-
-
 def _rows(call: _Call, *, want_kl: bool = False, targets: jax.Array | None = None) -> Rows:
     def of(student: Any, teacher: Any, row_weights: Any, targets: Any, _: Any) -> Rows:
-        leading, vocab = student.shape[:-1], student.shape[-1]
-        rows = call.rows(
-            student.reshape(-1, vocab),
-            teacher.reshape(-1, vocab),
-            _flat(row_weights),
-            call.temperature,
-            want_kl=want_kl,
-            targets=_flat(targets),
-            axes=call.axes,
-        )
-        return jax.tree.map(lambda x: x.reshape(leading), rows)
+        options = {"want_kl": want_kl, "targets": targets, "axes": call.axes}
+        return call.rows(student, teacher, row_weights, call.temperature, **options)
 
     return call.on_shards(of, [*call.logits, call.row_weights, targets], "tokens")
 
@@ -486,9 +473,9 @@ def _elementwise(call: _Call) -> jax.Array:
 
 def _reduced(call: _Call, per_token: jax.Array, reduction: str) -> jax.Array:
     def of(per_token: Any, row_weights: Any, normalizer: Any) -> jax.Array:
-        values, weights = _flat(per_token), _flat(row_weights)
-        result = call.reduce_tokens(values, weights, normalizer, reduction, call.vocab, call.axes)
-        return result.reshape(per_token.shape) if reduction == "per_token" else result
+        return call.reduce_tokens(
+            per_token, row_weights, normalizer, reduction, call.vocab, call.axes
+        )
 
     out = "tokens" if reduction == "per_token" else "scalar"
     return call.on_shards(of, [per_token, call.row_weights], out, call.normalizer)

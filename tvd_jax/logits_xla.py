@@ -150,18 +150,18 @@ def _rows(
     axes: tuple[str, ...],
 ) -> Rows:
     p, q = _softmax(s, temperature, axes), _softmax(t, temperature, axes)
-    kl = _sum(_divergence(p, q)[0], axes)[:, 0] if want_kl else None
+    kl = _sum(_divergence(p, q)[0], axes)[..., 0] if want_kl else None
     target = None if targets is None else _at(s, targets, axes) * logit_scale(temperature)
-    return Rows(0.5 * _sum(jnp.abs(_difference(p, q)), axes)[:, 0], p.lse, q.lse, kl, target)
+    return Rows(0.5 * _sum(jnp.abs(_difference(p, q)), axes)[..., 0], p.lse, q.lse, kl, target)
 
 
 def _at(x: jax.Array, targets: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """``x`` at one position of each whole row, of which another device may hold it."""
     if not axes:
-        return jnp.take_along_axis(x, targets[:, None], axis=-1)[:, 0]
+        return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
     here = targets - sharded.shard_number(axes).astype(targets.dtype) * x.shape[-1]
     inside = (here >= 0) & (here < x.shape[-1])
-    found = jnp.take_along_axis(x, jnp.where(inside, here, 0)[:, None], axis=-1)[:, 0]
+    found = jnp.take_along_axis(x, jnp.where(inside, here, 0)[..., None], axis=-1)[..., 0]
     return sharded.psum(jnp.where(inside, found, 0), axes)
 
 
@@ -178,7 +178,7 @@ def _rows_jvp(
     signs = lax.stop_gradient(jnp.sign(difference))
 
     def along_rows(x: jax.Array) -> jax.Array:
-        return _sum(x, axes)[:, 0]
+        return _sum(x, axes)[..., 0]
 
     kl = None
     if want_kl:

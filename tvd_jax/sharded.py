@@ -5,11 +5,15 @@ mesh axes, a few numbers a token: over ``axis_name`` of a row's parts, over ``to
 the tokens' values. They are ``lax.psum``, outside of the kernels' derivative rules, so that JAX
 transposes them itself: right with ``check_vma`` on and off.
 
+In plain ``jax.jit`` XLA spreads the computation itself, but knows nothing of a kernel: it would
+gather its inputs on every device. ``call_by_rows`` tells it to run the kernel on each shard.
+
 An array on a mesh of explicit axes says in its type how it is spread; a loss of it is
 ``jax.shard_map`` over these axes.
 """
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tvd_core.contract import NORMALIZED_REDUCTIONS
+from tvd_jax import compat
 
 AxisName = str | tuple[str, ...]
 
@@ -101,6 +107,7 @@ def reduce_tokens(
     vocab: int,
     axes: Axes,
     total: Callable[[jax.Array], jax.Array],
+    divide: Callable[[jax.Array, jax.Array], jax.Array] = operator.truediv,
 ) -> jax.Array:
     """What the reduction makes of values that have their weights already; any but ``none``.
 
@@ -112,6 +119,7 @@ def reduce_tokens(
         vocab: elements of a whole row.
         axes: over which the tokens are spread.
         total: sums the values of this device.
+        divide: divides the sum.
     """
     if reduction == "per_token":
         return per_token
@@ -128,7 +136,7 @@ def reduce_tokens(
         divisor = divisor * vocab
     # 0 / 0 counts as 0, as in one process: no token is kept anywhere.
     nothing = (value == 0) & (divisor == 0)
-    return value / jnp.where(nothing, jnp.ones_like(divisor), divisor)
+    return divide(value, jnp.where(nothing, jnp.ones_like(divisor), divisor))
 
 
 # --- explicit axes -------------------------------------------------------------------------------
@@ -189,3 +197,176 @@ def over_explicit_axes(
 
     in_specs = tuple(spec for _, spec in arrays)
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs)(*moved)
+
+
+# --- automatic partitioning ----------------------------------------------------------------------
+
+
+def partitioned() -> bool:
+    """Whether XLA may be about to spread what is traced now over several devices.
+
+    Not in Pallas's interpreter, whose effects a partitioning rule cannot hold.
+    """
+    return jax.device_count() > 1 and not compat.interpreting()
+
+
+class _Call(NamedTuple):
+    """A kernel that takes and gives arrays of rows: ``[..., *leading, ...]``."""
+
+    function: Callable[..., Any]
+    """Of arrays with one axis of tokens in place of the leading ones; a tuple of arrays."""
+    starts: tuple[int, ...]
+    """Where the leading axes start, for each argument."""
+    out_starts: tuple[int, ...]
+    """The same for each result."""
+    leading: int
+    """Number of leading axes."""
+
+    def flat(self, *arrays: Any) -> tuple[Any, ...]:
+        shape = arrays[0].shape[self.starts[0] : self.starts[0] + self.leading]
+        tokens = math.prod(shape)
+
+        def one_axis(x: Any, start: int) -> Any:
+            return x.reshape(*x.shape[:start], tokens, *x.shape[start + self.leading :])
+
+        results = self.function(*(one_axis(*x) for x in zip(arrays, self.starts, strict=True)))
+        return tuple(
+            x.reshape(*x.shape[:start], *shape, *x.shape[start + 1 :])
+            for x, start in zip(results, self.out_starts, strict=True)
+        )
+
+    def over_tokens(self, *arrays: Any) -> tuple[Any, ...]:
+        """``flat`` with a rule for XLA: spread over the tokens, rows whole."""
+        rule = self._rule([x.ndim for x in arrays], jax.eval_shape(self.flat, *arrays))
+        call = custom_partitioning(self.flat)
+        call.def_partition(
+            partition=self._partition,
+            infer_sharding_from_operands=lambda mesh, args, out: self._shardings(
+                mesh, self._token_spec(mesh, args), self.out_starts
+            ),
+            sharding_rule=rule,
+        )
+        return call(*arrays)
+
+    def _rule(self, in_ndims: list[int], results: Any) -> str:
+        factors = [f"t{i}" for i in range(self.leading)]
+
+        def axes(prefix: str, ndim: int, start: int) -> str:
+            others = [f"{prefix}{i}" for i in range(ndim - self.leading)]
+            return " ".join([*others[:start], *factors, *others[start:]])
+
+        def listed(prefix: str, ndims: list[int], starts: tuple[int, ...]) -> str:
+            named = enumerate(zip(ndims, starts, strict=True))
+            return ", ".join(axes(f"{prefix}{chr(97 + i)}", *x) for i, x in named)
+
+        out_ndims = [x.ndim for x in results]
+        return f"{listed('x', in_ndims, self.starts)} -> {listed('y', out_ndims, self.out_starts)}"
+
+    def _token_spec(self, mesh: Any, arguments: Any) -> tuple[Any, ...]:
+        """How the leading axes are spread: as those of the argument that is spread most.
+
+        Rows that are spread go from all to all: each device gets some whole ones.
+        """
+        start, stop = self.starts[0], self.starts[0] + self.leading
+        shape = arguments[0].shape
+        specs = [
+            [_axes_of(e) for e in x.sharding.spec] + [()] * (len(shape) - len(x.sharding.spec))
+            for x in arguments
+            if len(x.shape) == len(shape)
+        ]
+        most = max(specs, key=lambda spec: math.prod(mesh.shape[a] for a in sum(spec, ())))
+        spec = most[start:stop]
+        for axis in sum(most[stop:], ()):
+            for i in range(self.leading - 1, -1, -1):
+                shards = math.prod(mesh.shape[a] for a in (*spec[i], axis))
+                if shape[start + i] % shards == 0:
+                    spec[i] = (*spec[i], axis)
+                    break
+        return tuple(entry or None for entry in spec)
+
+    def _shardings(
+        self, mesh: Any, spec: tuple[Any, ...], starts: tuple[int, ...]
+    ) -> tuple[Any, ...]:
+        return tuple(
+            NamedSharding(mesh, PartitionSpec(*(None,) * start, *spec)) for start in starts
+        )
+
+    def _partition(self, mesh: Any, arguments: Any, results: Any) -> Any:
+        spec = self._token_spec(mesh, arguments)
+        out, given = (self._shardings(mesh, spec, x) for x in (self.out_starts, self.starts))
+        return mesh, self.flat, out, given
+
+    def run(self, *arrays: Any) -> tuple[Any, ...]:
+        """The call, whose batch under ``vmap`` is one more leading axis."""
+
+        @jax.custom_batching.custom_vmap
+        def call(*arrays: Any) -> tuple[Any, ...]:
+            return (self.over_tokens if self.leading and partitioned() else self.flat)(*arrays)
+
+        @call.def_vmap
+        def _(size: int, batched: Any, *arrays: Any) -> tuple[Any, Any]:
+            def leading(x: Any, is_batched: bool, start: int) -> Any:
+                x = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+                return jnp.moveaxis(x, 0, start)
+
+            moved = [leading(*x) for x in zip(arrays, batched, self.starts, strict=True)]
+            results = self._replace(leading=self.leading + 1).run(*moved)
+            results = tuple(
+                jnp.moveaxis(x, start, 0) for x, start in zip(results, self.out_starts, strict=True)
+            )
+            return results, tuple(True for _ in results)
+
+        return call(*arrays)
+
+
+def call_by_rows(
+    function: Callable[..., tuple[Any, ...]],
+    leading: int,
+    arguments: list[tuple[Any, int]],
+    out_starts: tuple[int, ...],
+) -> tuple[Any, ...]:
+    """Calls a kernel on arrays of rows: on each shard of the tokens, and on a batch at once.
+
+    Args:
+        function: takes arrays with one axis of tokens, or ``None``; gives a tuple of such arrays.
+        leading: number of the leading axes that become the axis of tokens.
+        arguments: each array, or ``None``, and where its leading axes start. The first of them,
+            which is none of ``None``, is of the shape of most.
+        out_starts: where the leading axes of each result start.
+    """
+    given = [(x, start) for x, start in arguments if x is not None]
+
+    def of_given(*arrays: Any) -> tuple[Any, ...]:
+        rest = iter(arrays)
+        return function(*(None if x is None else next(rest) for x, _ in arguments))
+
+    call = _Call(of_given, tuple(start for _, start in given), out_starts, leading)
+    return call.run(*(x for x, _ in given))
+
+
+def call_total(function: Callable[[Any], Any], values: Any) -> Any:
+    """The sum of ``values [..., tokens]``, of which ``function`` adds those of one device."""
+
+    def flat(values: Any) -> Any:
+        return function(values.reshape(-1)).reshape(1)
+
+    if not partitioned() or values.ndim == 0:
+        return flat(values)[0]
+
+    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
+        sharding = arguments[0].sharding
+        axes = sum((_axes_of(entry) for entry in sharding.spec), ())
+        everywhere = NamedSharding(mesh, PartitionSpec(None))
+        return mesh, lambda x: psum(flat(x), axes), everywhere, (sharding,)
+
+    call = custom_partitioning(flat)
+    factors = [f"t{i}" for i in range(values.ndim)]
+    call.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=lambda mesh, args, out: NamedSharding(
+            mesh, PartitionSpec(None)
+        ),
+        sharding_rule=f"{' '.join(factors)} -> one",
+        reduction_factors=tuple(factors),
+    )
+    return call(values)[0]
