@@ -237,7 +237,7 @@ class _Call(NamedTuple):
 
     def over_tokens(self, *arrays: Any) -> tuple[Any, ...]:
         """``flat`` with a rule for XLA: spread over the tokens, rows whole."""
-        rule = self._rule([x.ndim for x in arrays], jax.eval_shape(self.flat, *arrays))
+        rule, sizes = self._rule(arrays, jax.eval_shape(self.flat, *arrays))
         call = custom_partitioning(self.flat)
         call.def_partition(
             partition=self._partition,
@@ -245,22 +245,36 @@ class _Call(NamedTuple):
                 mesh, self._token_spec(mesh, args), self.out_starts
             ),
             sharding_rule=rule,
+            **sizes,
         )
         return call(*arrays)
 
-    def _rule(self, in_ndims: list[int], results: Any) -> str:
-        factors = [f"t{i}" for i in range(self.leading)]
+    def _rule(self, arrays: Any, results: Any) -> tuple[str, dict[str, int]]:
+        """How the axes of arguments and results belong together, for XLA, and sizes of factors.
 
-        def axes(prefix: str, ndim: int, start: int) -> str:
-            others = [f"{prefix}{i}" for i in range(ndim - self.leading)]
-            return " ".join([*others[:start], *factors, *others[start:]])
+        The leading ones are the same. Rows of logits or probabilities, and rows of their codes,
+        differ in length, and are to be spread alike all the same: the factor "shared" of both.
+        """
+        tokens = [f"t{i}" for i in range(self.leading)]
+        listed = [
+            *zip(arrays, self.starts, strict=True),
+            *zip(results, self.out_starts, strict=True),
+        ]
+        lengths = {x.shape[-1] for x, start in listed if start == 0 and x.ndim > self.leading}
+        shared = math.gcd(*lengths)
+        sizes = {f"rest{n}": n // shared for n in lengths if n > shared} | {"shared": shared}
 
-        def listed(prefix: str, ndims: list[int], starts: tuple[int, ...]) -> str:
-            named = enumerate(zip(ndims, starts, strict=True))
-            return ", ".join(axes(f"{prefix}{chr(97 + i)}", *x) for i, x in named)
+        def row(n: int) -> str:
+            return "shared" if n == shared else f"(shared rest{n})"
 
-        out_ndims = [x.ndim for x in results]
-        return f"{listed('x', in_ndims, self.starts)} -> {listed('y', out_ndims, self.out_starts)}"
+        def axes(x: Any, start: int) -> str:
+            before = [f"values{n}" for n in x.shape[:start]]
+            return " ".join([*before, *tokens, *(row(n) for n in x.shape[start + self.leading :])])
+
+        names = [axes(x, start) for x, start in listed]
+        rule = f"{', '.join(names[: len(arrays)])} -> {', '.join(names[len(arrays) :])}"
+        compound = any("(" in name for name in names)
+        return rule, sizes if compound else {}
 
     def _token_spec(self, mesh: Any, arguments: Any) -> tuple[Any, ...]:
         """How the leading axes are spread: as those of the argument that is spread most.
