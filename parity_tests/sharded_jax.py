@@ -327,6 +327,7 @@ def _() -> None:
     """vmap over any axes, its gradient, checkpoint, second derivatives, donation, on shards."""
     p, q = (x.reshape(4, TOKENS, VOCAB) for x in inputs.rows(4 * TOKENS, VOCAB))
     s, t = (x.reshape(4, TOKENS, VOCAB) for x in logits(4 * TOKENS, VOCAB, masked=0.0))
+    labels = inputs.labels_for(TOKENS) % VOCAB
     mesh = make_mesh()
 
     def check(run: Callable[[str], Any]) -> None:
@@ -340,7 +341,6 @@ def _() -> None:
 
     for name, one, two in (("tvd_loss", p, q), ("tvd_from_logits", s, t)):
         loss = getattr(tvd_jax, name)
-        labels = inputs.labels_for(TOKENS) % VOCAB
         for in_axes in ((0, 0), (1, None), (None, 2)):
             moved = [
                 spread(x[0] if axis is None else np.moveaxis(x, 0, axis), None, "v")

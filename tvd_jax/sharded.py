@@ -359,13 +359,16 @@ def call_by_rows(
 
 
 def call_total(function: Callable[[Any], Any], values: Any) -> Any:
-    """The sum of ``values [..., tokens]``, of which ``function`` adds those of one device."""
+    """The sum of ``values [..., tokens]``, of which ``function`` adds those of one device.
+
+    Under ``vmap`` one sum after the other.
+    """
 
     def flat(values: Any) -> Any:
         return function(values.reshape(-1)).reshape(1)
 
     if not partitioned() or values.ndim == 0:
-        return flat(values)[0]
+        return jax.custom_batching.sequential_vmap(flat)(values)[0]
 
     def partition(mesh: Any, arguments: Any, result: Any) -> Any:
         sharding = arguments[0].sharding
@@ -383,4 +386,4 @@ def call_total(function: Callable[[Any], Any], values: Any) -> Any:
         sharding_rule=f"{' '.join(factors)} -> one",
         reduction_factors=tuple(factors),
     )
-    return call(values)[0]
+    return jax.custom_batching.sequential_vmap(call)(values)[0]
