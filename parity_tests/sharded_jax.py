@@ -341,7 +341,7 @@ def _() -> None:
 
     for name, one, two in (("tvd_loss", p, q), ("tvd_from_logits", s, t)):
         loss = getattr(tvd_jax, name)
-        for in_axes in ((0, 0), (1, None), (None, 2)):
+        for in_axes in ((1, None), (0, 2)):
             moved = [
                 spread(x[0] if axis is None else np.moveaxis(x, 0, axis), None, "v")
                 for x, axis in zip((one, two), in_axes, strict=True)
