@@ -1,7 +1,7 @@
 """What the kernels compute, in jax.numpy: for partitioning rules, on devices that run no kernel.
 
-The signatures are those of ``pallas_kernels`` and ``logits_pallas``. The codes are one byte an
-element here, which no caller looks into.
+The signatures are those of ``pallas_kernels`` and ``logits_pallas``. The codes, into which no
+caller looks, are shorter and longer than a row here, as those of the kernels can be.
 """
 
 import contextlib
@@ -24,17 +24,30 @@ def _weighted(weights: Any, x: Any) -> Any:
     return x if weights is None else _selected(weights, x) * weights
 
 
+def _pack(signs: Any) -> Any:
+    """Two signs a byte: half as long as a row, which has to be even."""
+    signs = signs.astype(jnp.int8) + 1
+    half = signs.shape[1] // 2
+    return signs[:, :half] + 4 * signs[:, half:]
+
+
+def _unpack(codes: Any) -> Any:
+    return (jnp.concatenate([codes & 3, codes >> 2], 1) - 1).astype(jnp.float32)
+
+
 def forward(p: Any, q: Any, weights: Any, *, keep_codes: bool, elementwise: bool, summed: bool):
     assert not summed and not elementwise
     d = p.astype(jnp.float32) - q.astype(jnp.float32)
     per_token = _weighted(weights, 0.5 * jnp.abs(d).sum(-1))
-    return per_token, jnp.sign(d).astype(jnp.int8) if keep_codes else None, None
+    return per_token, _pack(jnp.sign(d)) if keep_codes else None, None
 
 
 def backward(codes: Any, upstream: Any, divisor: Any, weights: Any, *, vocab: int, dtypes: Any):
-    assert divisor is None and codes.shape[1] == vocab
+    assert divisor is None
+    signs = _unpack(codes)
+    assert signs.shape[1] == vocab
     scale = _weighted(weights, 0.5 * upstream)
-    dp = _selected(weights, codes.astype(jnp.float32) * scale[:, None])
+    dp = _selected(weights, signs * scale[:, None])
     return [None if t is None else (s * dp).astype(t) for t, s in zip(dtypes, (1, -1), strict=True)]
 
 
@@ -61,7 +74,7 @@ def logits_forward(
     lse = [jax.nn.logsumexp(x, axis=-1) for x in (s, t)]
     kl = jnp.where(q == 0, 0, q * (jax.nn.log_softmax(t) - jax.nn.log_softmax(s))).sum(-1)
     values = [_selected(weights, x) for x in (tvd, *lse, kl)]
-    codes = signs.astype(jnp.int8) if keep_codes else None
+    codes = jnp.pad(signs.astype(jnp.int8), ((0, 0), (0, s.shape[1] // 2))) if keep_codes else None
     return values[0], *rows, *values[1:3], values[3] if want_kl else None, codes
 
 
@@ -88,7 +101,7 @@ def logits_backward(
 
     p = softmax(logits, rows)
     half = (0.5 if is_student else -0.5) * tvd_upstream
-    dx = half[:, None] * p * (codes - rows[2][:, None])
+    dx = half[:, None] * p * (codes[:, : logits.shape[1]] - rows[2][:, None])
     if lse_upstream is not None:
         dx = dx + lse_upstream[:, None] * p
     if kl_upstream is not None:

@@ -273,8 +273,11 @@ class _Call(NamedTuple):
 
         names = [axes(x, start) for x, start in listed]
         rule = f"{', '.join(names[: len(arrays)])} -> {', '.join(names[len(arrays) :])}"
-        compound = any("(" in name for name in names)
-        return rule, sizes if compound else {}
+        # Sizes are given of the factors that are no whole axis.
+        in_parts = any("(" in name for name in names)
+        if shared in lengths or not in_parts:
+            del sizes["shared"]
+        return rule, sizes
 
     def _token_spec(self, mesh: Any, arguments: Any) -> tuple[Any, ...]:
         """How the leading axes are spread: as those of the argument that is spread most.
