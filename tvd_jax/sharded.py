@@ -279,24 +279,27 @@ class _Call(NamedTuple):
             del sizes["shared"]
         return rule, sizes
 
+    def _spec(self, mesh: Any, arguments: Any) -> list[tuple[str, ...]]:
+        """How the argument that is spread most is spread, of those with the shape of the first."""
+        dims = len(arguments[0].shape)
+        specs = [
+            [_axes_of(e) for e in x.sharding.spec] + [()] * (dims - len(x.sharding.spec))
+            for x in arguments
+            if len(x.shape) == dims
+        ]
+        return max(specs, key=lambda spec: math.prod(mesh.shape[a] for a in sum(spec, ())))
+
     def _token_spec(self, mesh: Any, arguments: Any) -> tuple[Any, ...]:
-        """How the leading axes are spread: as those of the argument that is spread most.
+        """How the leading axes are spread on the way through the kernel.
 
         Rows that are spread go from all to all: each device gets some whole ones.
         """
-        start, stop = self.starts[0], self.starts[0] + self.leading
-        shape = arguments[0].shape
-        specs = [
-            [_axes_of(e) for e in x.sharding.spec] + [()] * (len(shape) - len(x.sharding.spec))
-            for x in arguments
-            if len(x.shape) == len(shape)
-        ]
-        most = max(specs, key=lambda spec: math.prod(mesh.shape[a] for a in sum(spec, ())))
-        spec = most[start:stop]
-        for axis in sum(most[stop:], ()):
+        most, shape = self._spec(mesh, arguments), arguments[0].shape
+        spec = most[: self.leading]
+        for axis in sum(most[self.leading :], ()):
             for i in range(self.leading - 1, -1, -1):
                 shards = math.prod(mesh.shape[a] for a in (*spec[i], axis))
-                if shape[start + i] % shards == 0:
+                if shape[i] % shards == 0:
                     spec[i] = (*spec[i], axis)
                     break
         return tuple(entry or None for entry in spec)
@@ -309,9 +312,47 @@ class _Call(NamedTuple):
         )
 
     def _partition(self, mesh: Any, arguments: Any, results: Any) -> Any:
-        spec = self._token_spec(mesh, arguments)
-        out, given = (self._shardings(mesh, spec, x) for x in (self.out_starts, self.starts))
+        spec, whole = self._spec(mesh, arguments), self._token_spec(mesh, arguments)
+        changed = [i for i in range(self.leading) if whole[i] != (spec[i] or None)]
+        axes = sum(spec[self.leading :], ())
+        if len(changed) == 1 and _axes_of(whole[changed[0]]) == (*spec[changed[0]], *axes):
+            return self._exchanged(mesh, spec, whole, changed[0], arguments, results)
+        out, given = (self._shardings(mesh, whole, x) for x in (self.out_starts, self.starts))
         return mesh, self.flat, out, given
+
+    def _exchanged(
+        self, mesh: Any, spec: Any, whole: Any, at: int, arguments: Any, results: Any
+    ) -> Any:
+        """The rule for parts of rows. XLA itself would gather them where an axis is idle."""
+        axes = sum(spec[self.leading :], ())
+        shards = math.prod(mesh.shape[axis] for axis in axes)
+        in_parts = PartitionSpec(*(entry or None for entry in spec[: self.leading]), axes)
+
+        def is_row(x: Any, start: int) -> bool:
+            return start == 0 and len(x.shape) > self.leading and x.shape[-1] % shards == 0
+
+        rows, out_rows = (
+            [is_row(*x) for x in zip(xs, starts, strict=True)]
+            for xs, starts in ((arguments, self.starts), (results, self.out_starts))
+        )
+
+        def shardings(are_rows: list[bool], starts: tuple[int, ...]) -> tuple[Any, ...]:
+            others = self._shardings(mesh, whole, starts)
+            parts = NamedSharding(mesh, in_parts)
+            return tuple(parts if r else x for r, x in zip(are_rows, others, strict=True))
+
+        def on_device(*arrays: Any) -> tuple[Any, ...]:
+            last = self.leading
+            arrays = tuple(
+                lax.all_to_all(x, axes, at, last, tiled=True) if r else x
+                for x, r in zip(arrays, rows, strict=True)
+            )
+            return tuple(
+                lax.all_to_all(x, axes, last, at, tiled=True) if r else x
+                for x, r in zip(self.flat(*arrays), out_rows, strict=True)
+            )
+
+        return mesh, on_device, shardings(out_rows, self.out_starts), shardings(rows, self.starts)
 
     def run(self, *arrays: Any) -> tuple[Any, ...]:
         """The call, whose batch under ``vmap`` is one more leading axis."""
