@@ -7,47 +7,36 @@ in the same order, Adam without decay, clipping or a schedule.
 import tempfile
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from examples import lab
 from examples.distill_torch import LOSSES, Model, acceptance, logits, train_teacher
 
 
 class Distiller(Trainer):
-    """Trains the model to match ``teacher`` in the sense of ``loss``."""
+    """Trains the model to match ``teacher`` in the sense of ``loss``; ``curve`` keeps each loss."""
 
     def __init__(self, *args, teacher, loss, **kwargs):
         super().__init__(*args, **kwargs)
-        self.teacher, self.loss = teacher, loss
+        self.teacher, self.loss, self.curve = teacher, loss, []
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         with torch.no_grad():
             teacher_logits = self.teacher(inputs["tokens"])
         student_logits = model(inputs["tokens"])
         loss = self.loss(student_logits, teacher_logits)
+        self.curve.append(loss.item())  # the Trainer's log rounds
         return (loss, student_logits) if return_outputs else loss
 
     def _get_train_sampler(self, *args):
         return None  # in the order of the data set, as the other examples
 
 
-class Curve(TrainerCallback):
-    """Keeps the loss of every step."""
-
-    def __init__(self):
-        self.losses = []
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-
-
 def distill(teacher, loss, batches):
     student = Model(lab.STUDENT, seed=2)
-    curve = Curve()
     windows = torch.from_numpy(batches[..., :-1].reshape(-1, lab.CONTEXT))
     with tempfile.TemporaryDirectory() as folder:
-        Distiller(
+        trainer = Distiller(
             model=student,
             teacher=teacher,
             loss=loss,
@@ -56,7 +45,6 @@ def distill(teacher, loss, batches):
                 torch.optim.Adam(student.parameters(), lr=lab.LEARNING_RATE, eps=lab.EPSILON),
                 None,
             ),
-            callbacks=[curve],
             args=TrainingArguments(
                 output_dir=folder,
                 per_device_train_batch_size=lab.BATCH,
@@ -64,15 +52,16 @@ def distill(teacher, loss, batches):
                 learning_rate=lab.LEARNING_RATE,
                 lr_scheduler_type="constant",
                 max_grad_norm=0.0,
-                logging_steps=1,
+                logging_strategy="no",
                 save_strategy="no",
                 report_to=[],
                 remove_unused_columns=False,  # Model.forward has no argument of the column's name
                 use_cpu=True,
                 dataloader_pin_memory=False,
             ),
-        ).train()
-    return student, curve.losses
+        )
+        trainer.train()
+    return student, trainer.curve
 
 
 def run(steps, rounds):

@@ -8,10 +8,12 @@ from examples import lab
 from examples.distill_jax import LOSSES, acceptance, distill, logits, train_teacher
 
 
-def run(steps, rounds):
+def run(steps, rounds, written=None):
+    """``written`` replaces the teacher's text, so that two runs can learn from the same one."""
     ids, held_out = lab.text()
     teacher, curve = train_teacher(ids, steps)
-    written = lab.continuations(ids, logits(teacher))
+    if written is None:
+        written = lab.continuations(ids, logits(teacher))
     result = {"curves": {"teacher": curve}, "acceptance": {}}
     for name, loss in LOSSES.items():
         batches = lab.windows(written, steps, seed=3)

@@ -67,6 +67,11 @@ def _draw(probabilities: NDArray[np.float64], rng: np.random.Generator) -> NDArr
     return (cumulative < rng.random((len(cumulative), 1)) * cumulative[:, -1:]).sum(-1)
 
 
+def residual(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What a rejected token is drawn from instead, not normalised."""
+    return np.maximum(q - p, 0)
+
+
 def speculative_round(
     contexts: NDArray[np.int64], draft: Logits, teacher: Logits, gamma: int, rng
 ) -> tuple[NDArray, NDArray, NDArray, NDArray]:
@@ -96,8 +101,7 @@ def speculative_round(
     accepted = np.cumprod(rng.random((len(rows), gamma)) < ratio[..., 0], 1).sum(1)
     # Past the last drafted token p is 0, so that the residual is the teacher's distribution.
     p = np.concatenate([p, np.zeros_like(p[:, :1])], 1)
-    residual = np.maximum(q[rows, accepted] - p[rows, accepted], 0)
-    tokens[rows, accepted] = _draw(residual, rng)
+    tokens[rows, accepted] = _draw(residual(p[rows, accepted], q[rows, accepted]), rng)
     return tokens, accepted, np.stack(draft_logits, 1), teacher_logits[:, :gamma]
 
 
@@ -120,7 +124,8 @@ def measure(
     for _ in range(rounds):
         tokens, accepted, p, q = speculative_round(contexts, draft, teacher, gamma, rng)
         tested = np.arange(gamma) <= accepted[:, None]
-        predicted.append(acceptance(p[tested], q[tested]).astype(np.float64))
+        a = acceptance(p.reshape(-1, VOCAB), q.reshape(-1, VOCAB)).reshape(tested.shape)
+        predicted.append(a[tested].astype(np.float64))
         hits, emitted = hits + int(accepted.sum()), emitted + int((accepted + 1).sum())
         sequence = np.concatenate([contexts, tokens], 1)
         contexts = np.take_along_axis(
@@ -136,12 +141,14 @@ def measure(
     }
 
 
-def output_p_value(context: NDArray[np.int64], draft: Logits, teacher: Logits, draws: int) -> float:
+def output_p_value(
+    context: NDArray[np.int64], draft: Logits, teacher: Logits, draws: int, seed: int = 11
+) -> float:
     """p-value of "speculative sampling's first token follows the teacher", by Pearson's X².
 
     The reference distribution of X² is simulated, so rare tokens need no pooling.
     """
-    rng = np.random.default_rng(11)
+    rng = np.random.default_rng(seed)
     tokens = speculative_round(np.tile(context, (draws, 1)), draft, teacher, 1, rng)[0][:, 0]
     q = _softmax(teacher(context[None]))[0]
     counts = np.concatenate(

@@ -20,7 +20,7 @@ def load(name):
 
 def acceptance():
     """Predicted 1 - TVD against measured acceptance, with 95 % intervals."""
-    figure, axes = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     kinds = {
         "distilled on text": ("distill_torch", "distill_trainer", "distill_jax"),
         "draft trained on the teacher's output": ("draft_torch", "draft_jax"),
@@ -37,8 +37,7 @@ def acceptance():
                           label="predicted, 1 - TVD" if column == row == 0 else None)  # fmt: skip
         axis.set_xticks(range(len(LOSSES)), LOSSES)
         axis.set(title=title, ylabel="acceptance rate", xlabel="loss of the student")
-        axis.margins(y=0.35)
-        axis.legend(fontsize=8, loc="upper right")
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
     figure.savefig(HERE / "plots" / "acceptance.png", dpi=110)
 
 

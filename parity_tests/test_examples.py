@@ -1,6 +1,9 @@
 """The examples run, their loss curves agree, and speculative sampling accepts as 1 - TVD says."""
 
 import importlib
+import json
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +19,26 @@ BOUND = 1e-5  # of the loss, stated in examples/README.md
 # The libraries' own deprecations are not what is tested here.
 pytestmark = pytest.mark.filterwarnings("default")
 
+# Of whole runs, for the two examples whose inputs are the same in both frameworks. The gradient of
+# |p - q| jumps at ties, so rounding grows faster with TVD than with KL.
+WHOLE_RUN = {"teacher": 1e-5, "tvd": 2e-3, "kl": 1e-5, "hybrid": 5e-4}
+
 _results = {}
+
+
+@cache
+def written():
+    """One text for both frameworks: a draw that rounding flips would change all that follows."""
+    from examples import distill_torch, lab
+
+    ids, _ = lab.text()
+    return lab.continuations(ids, distill_torch.logits(distill_torch.train_teacher(ids, STEPS)[0]))
 
 
 def result(name):
     if name not in _results:
-        _results[name] = importlib.import_module(f"examples.{name}").run(STEPS, 4)
+        options = {"written": written()} if name.startswith("draft") else {}
+        _results[name] = importlib.import_module(f"examples.{name}").run(STEPS, 4, **options)
     return _results[name]
 
 
@@ -50,6 +67,17 @@ def test_acceptance_is_predicted_and_output_is_the_teachers(name):
         assert r["output_p_value"] > 1e-3, loss
 
 
+def test_committed_curves_keep_the_stated_bounds():
+    folder = Path(__file__).parent.parent / "examples" / "results"
+    first, second = (
+        json.loads((folder / f"distill_{name}.json").read_text())["curves"]
+        for name in ("torch", "jax")
+    )
+    for loss, bound in WHOLE_RUN.items():
+        difference = np.abs(np.subtract(first[loss], second[loss])).max()
+        assert difference < bound, f"{loss}: {difference}"
+
+
 def test_a_wrong_acceptance_rule_is_noticed(monkeypatch):
     """Drawing rejected tokens from the teacher, not from the residual, skews the output."""
     from examples import lab
@@ -60,5 +88,5 @@ def test_a_wrong_acceptance_rule_is_noticed(monkeypatch):
 
     context = np.zeros(lab.CONTEXT, np.int64)
     assert lab.output_p_value(context, logits(0), logits(1), 4000) > 1e-3
-    monkeypatch.setattr(lab.np, "maximum", lambda a, b: np.abs(a) if np.ndim(b) == 0 else a)
+    monkeypatch.setattr(lab, "residual", lambda p, q: q)
     assert lab.output_p_value(context, logits(0), logits(1), 4000) <= 1e-3
