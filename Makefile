@@ -29,7 +29,7 @@ KIND := gpu
 JOBS ?= 0
 else
 CONSTRAINTS := constraints-cpu.txt
-EXTRAS := torch,jax,bench,test,lint
+EXTRAS := torch,jax,bench,examples,test,lint
 KIND := cpu
 JOBS ?= 2
 endif
