@@ -98,6 +98,7 @@ def test_extras_do_not_force_a_framework():
         "bench": set(),
         "test": set(),
         "lint": set(),
+        "docs": set(),
     }
 
 
