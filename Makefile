@@ -23,13 +23,13 @@ ifeq ($(GPU),1)
 CUDA ?= $(shell nvidia-smi 2>/dev/null | grep -Eo 'CUDA[A-Za-z ]* Version: *[0-9]+' \
 	| grep -Eo '[0-9]+$$' | head -n 1)
 CONSTRAINTS := constraints-gpu.txt
-EXTRAS := torch,cuda$(if $(filter 12,$(CUDA)),12,13),jax-triton,bench,peers,test,lint
+EXTRAS := torch,cuda$(if $(filter 12,$(CUDA)),12,13),jax-triton,bench,peers,test,lint,docs
 KIND := gpu
 # One process: the frameworks share one GPU.
 JOBS ?= 0
 else
 CONSTRAINTS := constraints-cpu.txt
-EXTRAS := torch,jax,bench,examples,test,lint
+EXTRAS := torch,jax,bench,examples,test,lint,docs
 KIND := cpu
 JOBS ?= 2
 endif
@@ -45,7 +45,7 @@ endif
 # JAX would take 75 % of the GPU's memory at its first use and leave PyTorch the rest.
 export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
 
-.PHONY: help setup check-python bench test lint gpu-compile clean
+.PHONY: help setup check-python bench test lint docs gpu-compile clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -87,6 +87,10 @@ lint: $(READY) ## lint, format check, type check
 	@$(PY) -m ruff format --check .
 	@echo "==> mypy"
 	@$(PY) -m mypy
+
+docs: $(READY) ## build the documentation in build/docs, warnings as errors
+	@echo "==> Documentation: build/docs/index.html"
+	@JAX_PLATFORMS=cpu $(PY) -m sphinx -b html --fail-on-warning --keep-going --quiet docs build/docs
 
 gpu-compile: $(READY) ## compile every kernel for Hopper and Blackwell without a GPU (downloads a plugin)
 	@echo "==> Compiling for Hopper and Blackwell"

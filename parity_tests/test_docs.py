@@ -1,6 +1,7 @@
 """The documents: links lead somewhere, and the summation order as written is the model's."""
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import re
@@ -14,7 +15,8 @@ from parity_tests.oracle import assert_same_bits
 from tvd_core.reference import per_token_float32, reduce_float32
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "bench/README.md", "docs/contract.md", "docs/performance.md")
+PAGES = sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md"))
+DOCUMENTS = ("README.md", "CHANGELOG.md", "bench/README.md", *PAGES)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -23,6 +25,16 @@ def test_links_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text())
     missing = [link for link in links if not (document.parent / link).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_api_reference_has_every_public_name(framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    package = importlib.import_module(f"tvd_{framework}")
+    page = (ROOT / f"docs/api-{framework}.md").read_text()
+    listed = re.findall(r"^\.\. auto(?:function|class):: (\w+)$", page, re.MULTILINE)
+    assert sorted([*listed, "__version__"]) == sorted(package.__all__)
 
 
 def test_the_contracts_summation_order_is_the_models() -> None:

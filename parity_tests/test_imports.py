@@ -19,6 +19,8 @@ PRODUCT = ("tvd_core", "tvd_torch", "tvd_jax")
 # Module to import -> roots that must not be loaded by it, in a fresh process.
 FRESH_PROCESS_RULES = {
     "tvd_core": ("torch", "jax", "triton", "tvd_core.reference"),
+    # The command asks both packages, and imports nothing before it runs.
+    "tvd_core.__main__": ("torch", "jax", "triton", "rich", "tvd_core.reference"),
     "tvd_core.contract": ("torch", "jax", "triton", "tvd_core.reference"),
     "tvd_core.reference": ("torch", "jax", "triton"),
     "tvd_core.triton_kernels": ("torch", "jax", "tvd_core.reference"),

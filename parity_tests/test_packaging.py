@@ -1,11 +1,15 @@
-"""The wheel: what it holds, what it does not, and that it works where it is unpacked."""
+"""Wheel and sdist: what they hold, that they work where they are installed, and the command."""
 
 import importlib.metadata
+import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
+import venv
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -13,6 +17,8 @@ from pathlib import Path
 import pytest
 
 import tvd_core
+from parity_tests import child
+from tvd_core import __main__ as command
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("tvd_core", "tvd_torch", "tvd_jax")
@@ -20,26 +26,44 @@ SOURCES = ("pyproject.toml", "README.md", "LICENSE")
 FRAMEWORKS = {"torch", "jax", "triton", "jax-triton", "liger-kernel"}
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Path of a wheel built from a copy of the sources, without network."""
+def _build(kind: str, source: Path, out: Path) -> Path:
+    """The ``wheel`` or ``sdist`` of ``source``, without network."""
     # Straight through the build backend: pip would want a network for an isolated build. 77 is
     # what pyproject.toml asks for.
     setuptools = importlib.metadata.version("setuptools")
     if int(setuptools.split(".")[0]) < 77:
         pytest.skip(f"setuptools {setuptools} is older than the build needs")
+    code = f"from setuptools.build_meta import *; print(build_{kind}({str(out)!r}))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return out / run.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A copy of the sources, in which a build may leave what it makes."""
     source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         shutil.copy(ROOT / name, source)
     for name in (*PRODUCT, "parity_tests", "bench"):
         ignore = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / name, source / name, ignore=ignore)
-    out = tmp_path_factory.mktemp("wheel")
-    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
-    run = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    (path,) = out.glob("*.whl")
-    return path
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory):
+    """Path of a wheel built from a copy of the sources, without network."""
+    return _build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel_of_sdist(source, tmp_path_factory):
+    """Path of a wheel built from what the sdist holds, and nothing else."""
+    out = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(_build("sdist", source, out)) as archive:
+        archive.extractall(out, filter="data")
+    return _build("wheel", out / f"tvd_loss-{tvd_core.__version__}", out)
 
 
 def test_wheel_holds_the_product_and_nothing_else(wheel):
@@ -68,16 +92,61 @@ def test_wheel_metadata(wheel):
     assert [r.partition(">")[0] for r in required] == ["numpy"]
 
 
-def test_wheel_works_where_it_is_unpacked(wheel, tmp_path):
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    code = "import tvd_core, tvd_core.contract as c; print(tvd_core.__file__, c.REDUCTIONS[0])"
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.split() == [str(tmp_path / "site/tvd_core/__init__.py"), "batchmean"]
+@pytest.mark.parametrize("built", ["wheel", "wheel_of_sdist"])
+def test_it_works_in_an_empty_environment(built, tmp_path, request):
+    pytest.importorskip("pip")
+    path = request.getfixturevalue(built)
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install"]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*words):
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run(*pip, "--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", str(path))
+    where = run(str(python), "-c", "import tvd_core; print(tvd_core.__file__)")
+    assert Path(where.strip()).is_relative_to(tmp_path / "venv")
+    found = json.loads(run(str(python), "-m", "tvd_core", "--json"))
+    assert found["version"] == tvd_core.__version__
+    for package, framework in command.FRAMEWORKS.items():
+        state = found["packages"][package]
+        assert state["error"] == f"{framework} is not installed: pip install {framework}"
+        assert state["framework_version"] is None and state["implementations"] == {}
+        assert state["error"] in run(str(python), "-m", "tvd_core")  # no rich in there either
+
+
+@pytest.mark.parametrize("missing", ["torch", "jax"])
+def test_the_command_works_with_one_framework(missing):
+    code = f"""
+        import sys
+        sys.modules[{missing!r}] = None  # an import of it fails as if it were not there
+        from tvd_core.__main__ import main
+        main(["--json"])
+    """
+    packages = json.loads(child.run(code))["packages"]
+    for package, framework in command.FRAMEWORKS.items():
+        absent = framework == missing or importlib.util.find_spec(framework) is None
+        assert (packages[package]["error"] is not None) == absent
+        assert (packages[package]["implementations"] == {}) == absent
+
+
+def test_the_command_says_what_the_packages_say(capsys):
+    command.main(["--json"])
+    packages = json.loads(capsys.readouterr().out)["packages"]
+    for package, framework in command.FRAMEWORKS.items():
+        if importlib.util.find_spec(framework) is not None:
+            said = __import__(package).available_implementations()
+            assert packages[package]["implementations"] == said
+    command.main([])
+    table = capsys.readouterr().out
+    for package, state in packages.items():
+        for name, reason in state["implementations"].items():
+            lines = [x for x in table.splitlines() if package in x and f" {name} " in x]
+            assert len(lines) == 1
+            assert f" {'no' if reason else 'yes'} " in lines[0]
 
 
 def test_extras_do_not_force_a_framework():
@@ -99,6 +168,7 @@ def test_extras_do_not_force_a_framework():
         "examples": set(),
         "test": set(),
         "lint": set(),
+        "docs": set(),
     }
 
 
@@ -112,5 +182,6 @@ def test_versions_agree():
             continue
         assert module.__version__ == tvd_core.__version__
     assert set(import_errors.values()) <= {"torch", "jax"}
+    # From one place: the build reads it there, and test_wheel_metadata what came of it.
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == tvd_core.__version__
+    assert "version" not in project and "version" in project["dynamic"]

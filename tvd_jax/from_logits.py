@@ -184,16 +184,17 @@ def acceptance_loss(
     distributions overlap by less its gradient is that of the distance times 2**24: finite, and not
     cut off.
 
+    Arguments that are not listed are those of :func:`tvd_from_logits`.
+
     Args:
-        student_logits, teacher_logits, labels, temperature, ignore_index, weights, normalizer,
-            axis_name, token_axis_name, implementation: as for :func:`tvd_from_logits`.
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
 
     Returns:
-        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+        float32 (float64 if an input is), of the leading shape for ``per_token``, else 0-d.
 
     Raises:
-        ValueError, TypeError: as :func:`tvd_from_logits`.
+        ValueError: as :func:`tvd_from_logits`.
+        TypeError: likewise.
 
     Source: Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative
     Decoding", arXiv 2602.23881.
@@ -247,17 +248,18 @@ def hybrid_loss(
     The gradient of the divergence takes the teacher's probabilities, so the teacher's logits are
     kept for the backward, which ``tvd_from_logits`` need not do.
 
+    Arguments that are not listed are those of :func:`tvd_from_logits`.
+
     Args:
-        student_logits, teacher_logits, labels, temperature, ignore_index, weights, normalizer,
-            axis_name, token_axis_name, implementation: as for :func:`tvd_from_logits`.
         eta: how fast the divergence fades as the acceptance rate grows; a number from 0 on.
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
 
     Returns:
-        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+        float32 (float64 if an input is), of the leading shape for ``per_token``, else 0-d.
 
     Raises:
-        ValueError, TypeError: as :func:`tvd_from_logits`; ``eta`` is not such a number.
+        ValueError: as :func:`tvd_from_logits`; ``eta`` is not such a number.
+        TypeError: likewise.
 
     Source: Samarin et al., "LK Losses: Direct Acceptance Rate Optimization for Speculative
     Decoding", arXiv 2602.23881.
@@ -305,19 +307,21 @@ def cross_entropy_tvd_loss(
     ``ce_t = -log(softmax(student_logits / temperature)[label_t])``. The temperature is that of the
     distance, because both come from one softmax.
 
+    Arguments that are not listed are those of :func:`tvd_from_logits`.
+
     Args:
-        student_logits, teacher_logits, temperature, ignore_index, weights, normalizer,
-            axis_name, token_axis_name, implementation: as for :func:`tvd_from_logits`.
         labels: integers with the leading shape, ``ignore_index`` or a position in the vocab. The
             loss of a token with another label is NaN.
-        ce_weight, tvd_weight: numbers from 0 on.
+        ce_weight: factor of the cross entropy, a number from 0 on.
+        tvd_weight: factor of the distance, a number from 0 on.
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
 
     Returns:
-        float32 (float64 if an input is). ``per_token``: the leading shape, else 0-d.
+        float32 (float64 if an input is), of the leading shape for ``per_token``, else 0-d.
 
     Raises:
-        ValueError, TypeError: as :func:`tvd_from_logits`; a weight is not such a number.
+        ValueError: as :func:`tvd_from_logits`; a weight is not such a number.
+        TypeError: likewise.
     """
     check_factor("ce_weight", ce_weight)
     check_factor("tvd_weight", tvd_weight)

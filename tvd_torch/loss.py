@@ -111,7 +111,7 @@ def tvd_loss(
             named one is used or the call fails.
 
     Returns:
-        float32 (float64 if an input is). ``batchmean``: 0-d, sum over kept tokens / sum of kept
+        float32 (float64 if an input is). ``batchmean`` is 0-d, sum over kept tokens / sum of kept
         weights, 0 if none is kept. ``sum``: 0-d. ``mean``: 0-d, ``batchmean / vocab`` as
         ``torch.nn.KLDivLoss`` defines its mean. ``per_token``: the leading shape. ``none``: the
         shape of ``p``, ``0.5 * |p - q|`` times the weights. With groups every process returns the
