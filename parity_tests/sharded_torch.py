@@ -581,7 +581,16 @@ def bad_arguments_are_refused() -> None:
     dp, dq = (distribute_tensor(x, mesh(PROCESSES), [Shard(0)]) for x in (p, q))
     other = distribute_tensor(q, mesh(2, 2), [Shard(0), Shard(1)])
     world: Any = dist.group.WORLD
+    same = dist.new_group(list(range(PROCESSES)))
     for loss in (tvd_torch.tvd_loss, tvd_torch.tvd_from_logits):
+        # Counted each token once for each process: gradients were that much too small.
+        raises(
+            ValueError,
+            "must share no process but the calling one",
+            lambda f=loss: f(p, q, vocab_group=world, token_group=same),
+        )
+        # Only rows that are cut may have an empty part.
+        raises(ValueError, "vocab", lambda f=loss: f(p[:, :0], q[:, :0], token_group=world))
         raises(TypeError, "must both be DTensors or both be plain", lambda f=loss: f(dp, q))
         raises(TypeError, "must both be DTensors or both be plain", lambda f=loss: f(p, dq))
         raises(ValueError, "must be on the mesh of", lambda f=loss: f(dp, other))

@@ -275,6 +275,15 @@ def test_logits_cross_entropy_of_a_label_outside_is_nan(logits_route: Route) -> 
     assert loss[0] == 0
 
 
+def test_logits_wide_labels_are_compared_before_jax_narrows_them() -> None:
+    tvd_jax = pytest.importorskip("tvd_jax")
+    labels = np.array([2**32 + 3, 2**40, 3], np.int64)  # the first is 3 in 32 bits
+    loss = tvd_jax.cross_entropy_tvd_loss(
+        *logits(3, VOCAB), labels, reduction="per_token", implementation="xla"
+    )
+    np.testing.assert_array_equal(np.isnan(loss), [True, True, False])
+
+
 def test_the_budget_of_a_row_grows_with_it() -> None:
     """A guard of the budgets: they stay below 1e-4 where the tests use them."""
     budget = budget_of(*logits(4, 50257), 1.0)

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -340,8 +341,11 @@ def cross_entropy_tvd_loss(
         implementation,
         TOKEN_REDUCTIONS,
     )
-    targets = jnp.asarray(labels)
     vocab = call.vocab
+    given: Any = labels
+    if isinstance(given, np.ndarray):  # compared before JAX narrows 64 bits to 32
+        given = np.where((given >= 0) & (given < vocab), given, -1).astype(np.int32)
+    targets = jnp.asarray(given)
     inside = (targets >= 0) & (targets < vocab)
     rows = _rows(call, targets=jnp.where(inside, targets, 0).astype(jnp.int32))
     assert rows.target_logit is not None

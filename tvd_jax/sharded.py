@@ -3,7 +3,8 @@
 Inside ``jax.shard_map`` a loss sees its device's shard. What it needs of the others are sums over
 mesh axes, a few numbers a token: over ``axis_name`` of a row's parts, over ``token_axis_name`` of
 the tokens' values. They are ``lax.psum``, outside of the kernels' derivative rules, so that JAX
-transposes them itself: right with ``check_vma`` on and off.
+transposes them itself: right with ``check_vma`` on, and with it off where the ``shard_map`` is
+differentiated from outside, see docs/composability.md.
 
 In plain ``jax.jit`` XLA spreads the computation itself, but knows nothing of a kernel: it would
 gather its inputs on every device. ``call_by_rows`` tells it to run the kernel on each shard.

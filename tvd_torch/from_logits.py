@@ -465,7 +465,7 @@ def _checked(
         ignore_index,
         _NAMES,
         reductions,
-        is_sharded,
+        groups[0] is not None,
     )
     check_temperature(temperature)
     shards = None

@@ -129,7 +129,7 @@ def tvd_loss(
     """
     is_sharded = sharded.is_sharded(p, q, vocab_group, token_group)
     normalizer = checked_normalizer(
-        p, q, labels, weights, normalizer, reduction, ignore_index, is_shard=is_sharded
+        p, q, labels, weights, normalizer, reduction, ignore_index, is_shard=vocab_group is not None
     )
     ignore_index = int(ignore_index)
     if is_sharded:

@@ -68,13 +68,23 @@ def is_sharded(p: Any, q: Any, vocab_group: Any, token_group: Any) -> bool:
 
 
 def check_groups(vocab_group: Any, token_group: Any) -> None:
-    """Raises unless both are ``None`` or process groups, and not the same one."""
+    """Raises unless both are ``None`` or process groups that share this process only."""
     for name, group in (("vocab_group", vocab_group), ("token_group", token_group)):
         if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
             continue
         raise TypeError(group_message(name, "torch.distributed.ProcessGroup", group))
-    if vocab_group is not None and vocab_group is token_group:
+    if vocab_group is None or token_group is None:
+        return
+    if vocab_group is token_group:
         raise ValueError("vocab_group and token_group must be two groups, got one for both")
+    # Two groups of the same processes would count each token once for each of them.
+    ranks = [set(dist.get_process_group_ranks(group)) for group in (vocab_group, token_group)]
+    common = sorted(ranks[0] & ranks[1])
+    if len(common) > 1:
+        raise ValueError(
+            "vocab_group and token_group must share no process but the calling one, got both with "
+            f"ranks {common}"
+        )
 
 
 def of(p: Tensor, q: Tensor, names: tuple[str, str], vocab_group: Any, token_group: Any) -> Shards:
@@ -227,12 +237,13 @@ def vocab_size(local_size: int, shards: Shards, device: torch.device) -> Tensor 
         return shards.vocab_size
     if not shards.vocab:
         return local_size
-    return all_reduced(torch.tensor(local_size, device=device), shards.vocab)
+    # Filled on the device: a copy from the host would wait for it, and fail in a CUDA graph.
+    return all_reduced(torch.full((), local_size, dtype=torch.int64, device=device), shards.vocab)
 
 
 def vocab_start(local_size: int, shards: Shards, device: torch.device) -> Tensor:
     """Where in the row the local shard starts, int64."""
-    size = torch.tensor([local_size], device=device)
+    size = torch.full((1,), local_size, dtype=torch.int64, device=device)
     start = torch.zeros_like(size)
     for group in reversed(shards.vocab):
         sizes = _gathered(size, group)
@@ -259,7 +270,11 @@ def reduced(
         divisor = divisor.detach()
     else:
         total = sum_over(total, shards.tokens)
-        divisor = torch.as_tensor(normalizer, dtype=total.dtype, device=total.device)
+        divisor = (
+            normalizer.to(total)
+            if isinstance(normalizer, Tensor)
+            else torch.full_like(total, float(normalizer))
+        )
     if reduction == "mean":
         divisor = divisor * vocab_size(vocab, shards, total.device)
     return eager.divided(total, divisor)
