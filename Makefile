@@ -90,7 +90,9 @@ lint: $(READY) ## lint, format check, type check
 
 docs: $(READY) ## build the documentation in build/docs, warnings as errors
 	@echo "==> Documentation: build/docs/index.html"
-	@JAX_PLATFORMS=cpu $(PY) -m sphinx -b html --fail-on-warning --keep-going --quiet docs build/docs
+	@# Afresh: what a page warned of the last time would not be said again.
+	@JAX_PLATFORMS=cpu $(PY) -m sphinx -b html --fresh-env --fail-on-warning --keep-going --quiet \
+		docs build/docs
 
 gpu-compile: $(READY) ## compile every kernel for Hopper and Blackwell without a GPU (downloads a plugin)
 	@echo "==> Compiling for Hopper and Blackwell"

@@ -22,7 +22,7 @@ from tvd_core import __main__ as command
 
 ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("tvd_core", "tvd_torch", "tvd_jax")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "MANIFEST.in")
 FRAMEWORKS = {"torch", "jax", "triton", "jax-triton", "liger-kernel"}
 
 
@@ -63,6 +63,7 @@ def wheel_of_sdist(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("sdist")
     with tarfile.open(_build("sdist", source, out)) as archive:
         archive.extractall(out, filter="data")
+    assert (out / f"tvd_loss-{tvd_core.__version__}/CHANGELOG.md").exists()
     return _build("wheel", out / f"tvd_loss-{tvd_core.__version__}", out)
 
 
@@ -116,6 +117,40 @@ def test_it_works_in_an_empty_environment(built, tmp_path, request):
         assert state["error"] == f"{framework} is not installed: pip install {framework}"
         assert state["framework_version"] is None and state["implementations"] == {}
         assert state["error"] in run(str(python), "-m", "tvd_core")  # no rich in there either
+
+
+USE = """
+import tvd_core.contract, tvd_jax, tvd_torch
+reveal_type(tvd_core.contract.code_tiles(1))
+tvd_torch.tvd_loss("p", "q", reduction=1)
+tvd_jax.tvd_loss("p", "q", reduction=1)
+"""
+
+
+def _mypy(python: Path, folder: Path) -> list[str]:
+    """What a type checker says of ``USE`` where only the installed packages are to be seen."""
+    (folder / "use.py").write_text(USE)
+    words = [sys.executable, "-m", "mypy", "--cache-dir", os.devnull, "--config-file", os.devnull]
+    words += ["--python-executable", str(python), "use.py"]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_a_type_checker_reads_the_types_of_the_wheel(wheel, tmp_path):
+    pytest.importorskip("mypy")
+    venv.create(tmp_path / "venv", with_pip=False)
+    python = tmp_path / "venv" / ("Scripts" if os.name == "nt" else "bin") / "python"
+    where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(where, capture_output=True, text=True).stdout.strip())
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    said = _mypy(python, tmp_path)
+    assert 'Revealed type is "int"' in said[0]
+    wrong = 'Argument "reduction" to "tvd_loss" has incompatible type "int"; expected "str"'
+    assert [wrong in line for line in said[1:3]] == [True, True]
+    assert said[3:] == ["Found 2 errors in 1 file (checked 1 source file)"]
+    for package in PRODUCT:
+        (site / package / "py.typed").unlink()
+    assert sum("missing library stubs or py.typed" in line for line in _mypy(python, tmp_path)) >= 3
 
 
 @pytest.mark.parametrize("missing", ["torch", "jax"])
