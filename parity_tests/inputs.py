@@ -1,5 +1,6 @@
 """Inputs of the parity tests, made once in NumPy and handed to every route as they are."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -62,3 +63,16 @@ def weights_for(tokens: int, *, seed: int = 0) -> np.ndarray:
     weights = rng.uniform(0.25, 3.0, tokens).astype(np.float32)
     weights[2::3] = 0.0
     return weights
+
+
+def latin(first: Sequence[Any], second: Sequence[Any], times: int = 1) -> list[tuple[Any, Any]]:
+    """Pairs in which every value of both comes up, each with ``times`` different partners or all.
+
+    For parameters that meet in one line of the code, where the product would test that line again.
+    """
+    count = max(len(first), len(second))
+    return [
+        (first[i % len(first)], second[(i + shift) % len(second)])
+        for shift in range(times)
+        for i in range(count)
+    ]

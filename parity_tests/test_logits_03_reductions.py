@@ -28,8 +28,10 @@ def without_kernels(route: Route) -> Route:
     return route
 
 
-@pytest.mark.parametrize("reduction", TOKEN_REDUCTIONS)
-@pytest.mark.parametrize("extra", ["plain", "labels", "weights", "labels and weights"])
+@pytest.mark.parametrize(
+    ("reduction", "extra"),
+    inputs.latin(TOKEN_REDUCTIONS, ["plain", "labels", "weights", "labels and weights"], 2),
+)
 def test_logits_reduction(logits_route: Route, reduction: str, extra: str) -> None:
     s, t = logits(TOKENS, VOCAB)
     labels = inputs.labels_for(TOKENS, seed=2) if "labels" in extra else None
@@ -89,8 +91,9 @@ def ignoring(how: str) -> dict[str, np.ndarray]:
     return {"labels": np.array([1, 2, 3, 4], np.int32), "weights": weights}
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("reduction", ["batchmean", "per_token"])
+@pytest.mark.parametrize(
+    ("function", "reduction"), inputs.latin(FUNCTIONS, ["batchmean", "per_token"])
+)
 @pytest.mark.parametrize("how", ["labels", "weights"])
 def test_logits_ignored_rows_may_hold_anything(
     logits_route: Route, function: str, reduction: str, how: str
@@ -122,8 +125,7 @@ def test_logits_ignored_rows_may_hold_anything_in_none(logits_route: Route, how:
         assert np.isfinite(x).all() and not x[[0, 2]].any() and x[[1, 3]].any(-1).all()
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("reduction", TOKEN_REDUCTIONS)
+@pytest.mark.parametrize(("function", "reduction"), inputs.latin(FUNCTIONS, TOKEN_REDUCTIONS, 2))
 def test_logits_no_token_kept(logits_route: Route, function: str, reduction: str) -> None:
     s, t = logits(3, 70)
     s[1] = np.nan

@@ -27,8 +27,9 @@ def stats_of(route: Route, s: Any, t: Any, labels: Any = None, **options: Any) -
     return route.call(s, t, labels, **route.arrays(options))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-@pytest.mark.parametrize("leading", [(), (4,), (2, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("temperature", "leading"), inputs.latin([1.0, 2.5], [(), (4,), (2, 1, 2)])
+)
 def test_logits_stats(logits_route: Route, temperature: float, leading: tuple[int, ...]) -> None:
     s, t = logits(4, VOCAB)
     s, t = (x.reshape(*leading, VOCAB) if leading else x[0] for x in (s, t))
@@ -121,8 +122,7 @@ def of_acceptance(budget: Any) -> Any:
     return -np.log(acceptance), own + 8 * U32, {"tvd": 1 / acceptance}
 
 
-@pytest.mark.parametrize("reduction", TOKEN_REDUCTIONS)
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize(("reduction", "temperature"), inputs.latin(TOKEN_REDUCTIONS, [1.0, 2.0]))
 def test_logits_acceptance_loss(logits_route: Route, reduction: str, temperature: float) -> None:
     options = {"weights": WEIGHTS, "reduction": reduction, "temperature": temperature}
     check_tokens(logits_route, "acceptance_loss", of_acceptance, **options)
@@ -187,8 +187,7 @@ def of_hybrid(eta: float) -> Any:
     return values
 
 
-@pytest.mark.parametrize("reduction", TOKEN_REDUCTIONS)
-@pytest.mark.parametrize("eta", [0.0, 1.0, 3.0])
+@pytest.mark.parametrize(("reduction", "eta"), inputs.latin(TOKEN_REDUCTIONS, [0.0, 1.0, 3.0]))
 def test_logits_hybrid_loss(logits_route: Route, reduction: str, eta: float) -> None:
     options = {"weights": WEIGHTS, "reduction": reduction, "temperature": 1.5, "eta": eta}
     check_tokens(logits_route, "hybrid_loss", of_hybrid(eta), **options)
@@ -223,11 +222,14 @@ def test_logits_hybrid_loss_of_eta_0_is_torchs_divergence(logits_route: Route) -
 # --- cross_entropy_tvd_loss ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduction", TOKEN_REDUCTIONS)
-@pytest.mark.parametrize(("ce_weight", "tvd_weight"), [(1.0, 1.0), (0.25, 3), (0, 1)])
+@pytest.mark.parametrize(
+    ("reduction", "factors"), inputs.latin(TOKEN_REDUCTIONS, [(1.0, 1.0), (0.25, 3), (0, 1)])
+)
 def test_logits_cross_entropy_and_distance(
-    logits_route: Route, reduction: str, ce_weight: float, tvd_weight: float
+    logits_route: Route, reduction: str, factors: tuple[float, float]
 ) -> None:
+    ce_weight, tvd_weight = factors
+
     def values(budget: Any) -> Any:
         log_p = budget.student.log_p
         at = np.where(LABELS == -100, 0, LABELS)

@@ -200,6 +200,7 @@ def test_extras_do_not_force_a_framework():
         "jax-triton": {"jax-triton", "triton"},
         "peers": {"liger-kernel"},
         "bench": set(),
+        "examples": set(),
         "test": set(),
         "lint": set(),
         "docs": set(),

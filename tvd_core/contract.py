@@ -198,6 +198,7 @@ def check_inputs(
     device_of: Callable[[Any], Any],
     names: tuple[str, str] = ("p", "q"),
     reductions: tuple[str, ...] = REDUCTIONS,
+    is_shard: bool = False,
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` for inputs that the contract excludes.
 
@@ -215,6 +216,7 @@ def check_inputs(
             not known yet (a tracer).
         names: what the caller's signature calls ``p`` and ``q``.
         reductions: those that the calling loss has.
+        is_shard: whether ``p`` is one of the shards of its rows, which may be empty.
     """
     check_reduction(reduction, reductions)
     check_ignore_index(ignore_index)
@@ -224,7 +226,7 @@ def check_inputs(
     shape = tuple(p.shape)
     if len(shape) == 0:
         raise ValueError(f"{of} must have shape [..., vocab], got shape {shape}")
-    if shape[-1] == 0:
+    if shape[-1] == 0 and not is_shard:
         raise ValueError(f"{of} must have a vocab of at least 1, got shape {shape}")
     if tuple(q.shape) != shape:
         raise ValueError(f"{other_of} must have the shape of {of} {shape}, got {tuple(q.shape)}")
@@ -273,6 +275,11 @@ def constant_message(name: str) -> str:
     )
 
 
+def group_message(name: str, kind: str, group: Any) -> str:
+    """Words for what cannot name the processes or devices that hold the other shards."""
+    return f"{name} must be None or a {kind} that this process belongs to, got {group!r}"
+
+
 def kernel_dtype_message(implementation: str, name: str, dtype: str, remedy: str) -> str:
     """Words for a dtype that the kernels do not take."""
     return (
@@ -286,4 +293,12 @@ def no_elements_message(implementation: str, remedy: str) -> str:
     return (
         f"implementation {implementation!r} has no reduction 'none' for logits: use implementation "
         f"{remedy!r}"
+    )
+
+
+def no_compiled_forward_mode_message(implementation: str, remedy: str) -> str:
+    """Words for a derivative that a compiler would leave out."""
+    return (
+        f"implementation {implementation!r} has no forward-mode derivative under torch.compile: "
+        f"use implementation {remedy!r}"
     )

@@ -22,6 +22,11 @@ LOWEST = tl.constexpr(-3.0e38)
 HIGHEST_SUM = tl.constexpr(2.0**100)
 SAMPLE = tl.constexpr(1984)  # elements: those of the first window, wherever it starts
 LN2 = tl.constexpr(0.6931471805599453)
+# What STATISTICS says of the references and sums of the rows. Shards of rows need the last two:
+# ALONE, then GIVEN what those of all the shards come to.
+COMPUTED = tl.constexpr(0)
+ALONE = tl.constexpr(1)
+GIVEN = tl.constexpr(2)
 
 
 @triton.jit
@@ -198,10 +203,11 @@ def _difference_tile(
 ):
     """Adds |p - q|, sign(p - q) * p / s_factor and q * (log2(q / p) + a constant) to the lanes.
 
-    The code of an element: bit 0 says that p and q differ, bit 1 that p < q.
+    The code of an element: bit 0 says that p and q differ, bit 1 that p < q; that of the first
+    sub-tile takes the highest two bits of a byte.
     """
     lanes = tl.arange(0, LANES)
-    codes = tl.zeros([LANES], tl.int32)
+    codes = tl.zeros([LANES], tl.uint32)
     zero = tl.zeros([LANES], tl.float32)
     for k in tl.static_range(4):
         position = start + k * LANES + lanes
@@ -219,8 +225,9 @@ def _difference_tile(
             sign = d.to(tl.int32, bitcast=True) & -2147483648
             signed = (exponential.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
             sigma += tl.where(d != 0.0, signed, 0.0)
-            codes |= tl.where(d != 0.0, 1 << (2 * k), 0)
-            codes |= (sign >> (30 - 2 * k)) & (2 << (2 * k))
+            # |d| is below 2: the highest bit of its exponent, which comes along, is 0.
+            codes = (codes << 2) | (d.to(tl.uint32, bitcast=True) >> 30)
+            codes += tl.where(d != 0.0, 1, 0).to(tl.uint32)
         if WANT_KL:
             divergence += tl.where(q == 0.0, 0.0, q * (t - s))
     if KEEP_CODES:
@@ -248,6 +255,7 @@ def logits_forward_kernel(
     KEEP_CODES: tl.constexpr,
     WANT_KL: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STATISTICS: tl.constexpr = 0,
 ):
     """tvd[row] = 0.5 * sum_v |softmax(s)_v - softmax(t)_v| for logits s / T and t / T.
 
@@ -256,6 +264,10 @@ def logits_forward_kernel(
     (m the highest logit), the factor 1 / sum_v 2 ** (x_v * scale - reference), and
     sum_v p_v * sign(p_v - q_v), or with q_v in t_rows. lse is the log-sum-exp of x / T, divergence
     KL(q || p), both in nats.
+
+    STATISTICS ALONE: only the references, and the sums where the factors would be, are computed.
+    GIVEN: references and factors are there already, of rows of which these are shards; the
+    divergence lacks log(t_factor / s_factor).
     """
     vocab = _known_multiple(vocab, ALIGNED)
     scale = tl.cast(scale, tl.float32)
@@ -275,10 +287,11 @@ def logits_forward_kernel(
         t_row = t_ptr + base
         codes_row = codes_ptr + row * codes_bytes
 
-        s_highest = _first_reference(s_row, shift, end, readable, scale, ALIGNED)
-        t_highest = _first_reference(t_row, shift, end, readable, scale, ALIGNED)
+        summed = 0 if STATISTICS == GIVEN else end  # where what is summed ends
+        s_highest = _first_reference(s_row, shift, summed, readable, scale, ALIGNED)
+        t_highest = _first_reference(t_row, shift, summed, readable, scale, ALIGNED)
         s_total, t_total = _totals(
-            s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
+            s_row, t_row, s_highest, t_highest, shift, summed, readable, scale, ALIGNED
         )
         s_sum = _row_sum(s_total, shift, ALIGNED)
         t_sum = _row_sum(t_total, shift, ALIGNED)
@@ -296,6 +309,12 @@ def logits_forward_kernel(
             t_sum = _row_sum(t_total, shift, ALIGNED)
         s_factor = tl.div_rn(1.0, s_sum)
         t_factor = tl.div_rn(1.0, t_sum)
+        if STATISTICS == GIVEN:
+            s_highest, t_highest = tl.load(s_rows_ptr + row), tl.load(t_rows_ptr + row)
+            s_factor = tl.load(s_rows_ptr + tokens + row)
+            t_factor = tl.load(t_rows_ptr + tokens + row)
+        if STATISTICS == ALONE:
+            s_factor, t_factor, end = s_sum, t_sum, 0
 
         distance = tl.zeros([LANES], tl.float32)
         sigma = tl.zeros([LANES], tl.float32)
@@ -345,7 +364,9 @@ def logits_forward_kernel(
             t_sigma = s_sigma - 2.0 * value
             tl.store(t_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, t_sigma)
         if WANT_KL:
-            value = _sum_lanes(divergence) + (_log2(t_factor) - _log2(s_factor))
+            value = _sum_lanes(divergence)
+            if STATISTICS != GIVEN:
+                value += _log2(t_factor) - _log2(s_factor)
             tl.store(divergence_ptr + row + one, tl.where(kept, value * LN2, 0.0))
 
 
@@ -454,7 +475,7 @@ def logits_backward_kernel(
                 other = _logits(
                     other_ptr + base, position, shift, end, readable, True, ALIGNED, "evict_first"
                 )
-        code = (codes >> (2 * k)) & 3
+        code = (codes >> (6 - 2 * k)) & 3
         coefficient = tl.where(code >= 2, minus, tl.where(code == 1, plus, tie))
         x = tl.fma(x, zero + scale, zero - reference)
         exponential = tl.exp2(x)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple, overload
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from tvd_core.contract import (
     REDUCTIONS,
@@ -17,7 +18,7 @@ from tvd_core.contract import (
     check_temperature,
     no_elements_message,
 )
-from tvd_jax import logits_xla, xla
+from tvd_jax import logits_xla, sharded, xla
 from tvd_jax.logits_xla import Rows
 from tvd_jax.loss import (
     ARRAY_TYPES,
@@ -26,6 +27,7 @@ from tvd_jax.loss import (
     choose_implementation,
     kept_weights,
 )
+from tvd_jax.sharded import Axes, AxisName
 
 _NAMES = ("student_logits", "teacher_logits")
 
@@ -58,6 +60,8 @@ def tvd_from_logits(
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
     return_stats: Literal[False] = False,
+    axis_name: AxisName | None = None,
+    token_axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array: ...
 
@@ -74,6 +78,8 @@ def tvd_from_logits(
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
     return_stats: Literal[True],
+    axis_name: AxisName | None = None,
+    token_axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, TVDStats]: ...
 
@@ -89,6 +95,8 @@ def tvd_from_logits(
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
     return_stats: bool = False,
+    axis_name: AxisName | None = None,
+    token_axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, TVDStats]:
     """Total variation distance between the softmaxes of logits per token, reduced over the tokens.
@@ -114,6 +122,10 @@ def tvd_from_logits(
         normalizer: divisor of ``batchmean`` and ``mean`` in place of the kept weights' sum, as for
             :func:`tvd_loss`.
         return_stats: whether to return ``TVDStats`` too.
+        axis_name, token_axis_name: inside ``jax.shard_map``, the mesh axes over which the vocab and
+            the tokens are spread, as for :func:`tvd_loss`; labels stay positions in the whole row.
+            A few numbers a token are exchanged, never the logits. Rows that are spread are
+            XLA's only, which ``implementation=None`` then picks.
         implementation: ``"pallas"``, ``"triton"``, ``"xla"``, or ``None`` to pick by
             device. A named one is used or the call fails.
 
@@ -122,8 +134,8 @@ def tvd_from_logits(
         ``return_stats`` the pair of it and ``TVDStats``, which is differentiable.
 
     Raises:
-        ValueError: a shape, device, temperature, reduction, normalizer or implementation does not
-            fit.
+        ValueError: a shape, device, temperature, reduction, normalizer, axis or implementation
+            does not fit.
         TypeError: something is not an array, or has the wrong type or dtype.
 
     Source: as for :func:`tvd_loss`.
@@ -137,13 +149,14 @@ def tvd_from_logits(
         ignore_index,
         weights,
         normalizer,
+        axis_name,
+        token_axis_name,
         implementation,
         REDUCTIONS,
     )
     rows = None if reduction == "none" and not return_stats else _rows(call)
     if reduction == "none":
-        elements = logits_xla.elementwise(*call.logits, call.row_weights, call.temperature)
-        loss = elements.reshape(student_logits.shape)
+        loss = _elementwise(call)
     else:
         assert rows is not None
         loss = _reduced(call, rows.tvd, reduction)
@@ -160,6 +173,8 @@ def acceptance_loss(
     ignore_index: int = -100,
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
+    axis_name: AxisName | None = None,
+    token_axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Negative logarithm of the acceptance rate: ``-log(1 - tvd_t)`` per token, reduced.
@@ -193,6 +208,8 @@ def acceptance_loss(
         ignore_index,
         weights,
         normalizer,
+        axis_name,
+        token_axis_name,
         implementation,
         TOKEN_REDUCTIONS,
     )
@@ -217,6 +234,8 @@ def hybrid_loss(
     ignore_index: int = -100,
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
+    axis_name: AxisName | None = None,
+    token_axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """KL divergence where the draft is far from the teacher, the distance where it is near.
@@ -255,6 +274,8 @@ def hybrid_loss(
         ignore_index,
         weights,
         normalizer,
+        axis_name,
+        token_axis_name,
         implementation,
         TOKEN_REDUCTIONS,
     )
@@ -276,6 +297,8 @@ def cross_entropy_tvd_loss(
     ignore_index: int = -100,
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
+    axis_name: AxisName | None = None,
+    token_axis_name: AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Cross entropy of the student on hard labels and the distance to the teacher, in one pass.
@@ -312,11 +335,13 @@ def cross_entropy_tvd_loss(
         ignore_index,
         weights,
         normalizer,
+        axis_name,
+        token_axis_name,
         implementation,
         TOKEN_REDUCTIONS,
     )
-    vocab = call.logits[0].shape[1]
-    targets = jnp.asarray(labels).reshape(-1)
+    targets = jnp.asarray(labels)
+    vocab = call.vocab
     inside = (targets >= 0) & (targets < vocab)
     rows = _rows(call, targets=jnp.where(inside, targets, 0).astype(jnp.int32))
     assert rows.target_logit is not None
@@ -331,15 +356,32 @@ def cross_entropy_tvd_loss(
 
 
 class _Call(NamedTuple):
-    """Checked inputs as rows of logits, and the functions of the implementation that takes them."""
+    """Checked inputs, of the leading shape, and the functions of the implementation for them."""
 
     logits: tuple[jax.Array, jax.Array]
     row_weights: jax.Array | None
     normalizer: jax.Array | float | None
     temperature: float
-    leading: tuple[int, ...]
+    vocab: int
+    """Of a whole row."""
+    axes: Axes
+    """Over which the vocab and the tokens are spread, inside ``jax.shard_map``."""
+    spec: tuple[Any, ...] | None
+    """How the logits are spread over a mesh of explicit axes."""
     rows: Callable[..., Rows]
     reduce_tokens: Callable[..., jax.Array]
+
+    def on_shards(
+        self, function: Callable[..., Any], arrays: list[Any], out: Any, normalizer: Any = None
+    ) -> Any:
+        """``function`` of arrays of the leading shape, or that and a vocab; of their shards."""
+        if self.spec is None:
+            return function(*arrays, normalizer)
+        whole, tokens = P(*self.spec), P(*self.spec[:-1])
+        specs = [whole if x is not None and x.ndim == len(self.spec) else tokens for x in arrays]
+        arguments = [*zip(arrays, specs, strict=True), (normalizer, P())]
+        out_specs = {"whole": whole, "tokens": tokens, "scalar": P()}[out]
+        return sharded.over_explicit_axes(function, arguments, out_specs)
 
 
 def _checked(
@@ -351,6 +393,8 @@ def _checked(
     ignore_index: int,
     weights: Any,
     normalizer: Any,
+    axis_name: Any,
+    token_axis_name: Any,
     implementation: str | None,
     reductions: tuple[str, ...],
 ) -> _Call:
@@ -366,32 +410,47 @@ def _checked(
         reductions,
     )
     check_temperature(temperature)
-    functions = _functions(student_logits, teacher_logits, implementation, reduction)
+    axes = sharded.check_axes(axis_name, token_axis_name)
     student, teacher = jnp.asarray(student_logits), jnp.asarray(teacher_logits)
+    spec = None if axes else sharded.explicit_spec(student)
+    if spec is not None:
+        sharded.check_same_spec(_NAMES, (student, teacher), spec)
+        axes = sharded.axes_of_spec(spec)
+    functions = _functions(student_logits, teacher_logits, implementation, reduction, axes.vocab)
     weights = as_constant("weights", weights)
     normalizer = as_constant("normalizer", as_number(normalizer))
     dtype = xla.accumulation_dtype(student, teacher)
     row_weights = kept_weights(labels, weights, int(ignore_index), dtype)
-    leading, vocab = student.shape[:-1], student.shape[-1]
-    tokens = student.size // vocab
+    vocab = student.shape[-1] if spec is not None else axes.vocab_size(student.shape[-1])
     return _Call(
-        (student.reshape(tokens, vocab), teacher.reshape(tokens, vocab)),
-        None if row_weights is None else row_weights.reshape(tokens),
+        (student, teacher),
+        row_weights,
         normalizer,
         float(temperature),
-        leading,
+        vocab,
+        axes,
+        spec,
         *functions,
     )
 
 
 def _functions(
-    student_logits: Any, teacher_logits: Any, implementation: str | None, reduction: str
+    student_logits: Any,
+    teacher_logits: Any,
+    implementation: str | None,
+    reduction: str,
+    vocab_axes: tuple[str, ...],
 ) -> tuple[Callable[..., Rows], Callable[..., jax.Array]]:
     """``rows`` and ``reduce_tokens``: the one place where implementations are looked up."""
     chosen = choose_implementation(student_logits, teacher_logits, implementation, _NAMES)
     if chosen != "xla" and reduction == "none" and implementation is not None:
         raise ValueError(no_elements_message(chosen, "xla"))
-    if chosen == "xla" or reduction == "none" or student_logits.size == 0:
+    if chosen != "xla" and vocab_axes and implementation is not None:
+        raise ValueError(
+            f"implementation {chosen!r} takes whole rows of logits, got rows spread over mesh axis "
+            f"{', '.join(vocab_axes)}: use implementation 'xla', or spread the tokens instead"
+        )
+    if chosen == "xla" or reduction == "none" or vocab_axes or student_logits.size == 0:
         return logits_xla.rows, logits_xla.reduce_tokens
     from tvd_jax import logits_rows
 
@@ -402,20 +461,32 @@ def _functions(
 
 
 def _rows(call: _Call, *, want_kl: bool = False, targets: jax.Array | None = None) -> Rows:
-    return call.rows(
-        *call.logits, call.row_weights, call.temperature, want_kl=want_kl, targets=targets
-    )
+    def of(student: Any, teacher: Any, row_weights: Any, targets: Any, _: Any) -> Rows:
+        options = {"want_kl": want_kl, "targets": targets, "axes": call.axes}
+        return call.rows(student, teacher, row_weights, call.temperature, **options)
+
+    return call.on_shards(of, [*call.logits, call.row_weights, targets], "tokens")
+
+
+def _elementwise(call: _Call) -> jax.Array:
+    def of(student: Any, teacher: Any, row_weights: Any, _: Any) -> jax.Array:
+        return logits_xla.elementwise(student, teacher, row_weights, call.temperature, call.axes)
+
+    return call.on_shards(of, [*call.logits, call.row_weights], "whole")
 
 
 def _reduced(call: _Call, per_token: jax.Array, reduction: str) -> jax.Array:
-    vocab = call.logits[0].shape[1]
-    result = call.reduce_tokens(per_token, call.row_weights, call.normalizer, reduction, vocab)
-    return result.reshape(call.leading) if reduction == "per_token" else result
+    def of(per_token: Any, row_weights: Any, normalizer: Any) -> jax.Array:
+        return call.reduce_tokens(
+            per_token, row_weights, normalizer, reduction, call.vocab, call.axes
+        )
+
+    out = "tokens" if reduction == "per_token" else "scalar"
+    return call.on_shards(of, [per_token, call.row_weights], out, call.normalizer)
 
 
 def _stats(call: _Call, rows: Rows) -> TVDStats:
     acceptance = 1 - rows.tvd
     if call.row_weights is not None:
         acceptance = jnp.where(call.row_weights != 0, acceptance, 0)
-    values = (rows.tvd, acceptance, rows.student_lse, rows.teacher_lse)
-    return TVDStats(*(x.reshape(call.leading) for x in values))
+    return TVDStats(rows.tvd, acceptance, rows.student_lse, rows.teacher_lse)

@@ -118,6 +118,25 @@ def _warp_values(op: str, x: Any) -> Any:
     return x
 
 
+def _widened(x: Any) -> Any:
+    """A vector as float32."""
+    if compat.interpreting() or x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+    return pallas_ptx.widen_bfloat16(x)
+
+
+def _signed_sum(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
+    """Adds sign(d) * exponential to the total, and d's code below those of the sub-tiles before.
+
+    The code: bit 0 says that p and q differ, bit 1 that p < q.
+    """
+    if not compat.interpreting():
+        return pallas_ptx.signed_sum(d, exponential, total, codes)
+    signed = jnp.where(d < 0, -exponential, jnp.zeros_like(d))
+    code = jnp.where(d > 0, 1, jnp.where(d < 0, 3, 0)).astype(jnp.int32)
+    return total + jnp.where(d > 0, exponential, signed), (codes << 2) | code
+
+
 def _exponent(x: Any, scale: float, reference: Any) -> Any:
     """``x * scale - reference``, rounded once."""
     if compat.interpreting():
@@ -171,7 +190,7 @@ class _Rows:
     def logits(self, x_smem: Any, tile: Any, k: int, masked: bool) -> Any:
         """A sub-tile in registers as float32, -inf where it is not the row's."""
         at = pl.ds((k % self.unit * GROUPS + self.group) * LANES, LANES)
-        x = _vector(x_smem[at]).astype(jnp.float32)
+        x = _widened(_vector(x_smem[at]))
         if masked:
             inside = _lanes() < self.vocab - self.column(tile, k)
             x = jnp.where(inside, x, _splat(_f32(-jnp.inf)))
@@ -382,7 +401,7 @@ def logits_forward(
             s_factor, t_factor = _divide(_f32(1), s_sum), _divide(_f32(1), t_sum)
 
             def differences(tile: Any, count: int, carry: Any, masked: bool) -> Any:
-                codes = jnp.zeros_like(_lanes())
+                codes = _vector(jnp.zeros((LANES,), jnp.int32))
                 for h in range(count):
                     number = tile * row_tiles.in_tile + h
                     index = first + number + (0 if resident else units)
@@ -390,8 +409,9 @@ def logits_forward(
                     carry, codes = add_differences(slot(s), tile, h, masked, carry, codes)
                     release(index)
                 if keep_codes:
+                    missing = 2 * (SUB_TILES - count * unit)  # the codes of ties
                     at = pl.ds((tile * GROUPS + group) * LANES, LANES)
-                    gmem["codes"][row, at] = codes.astype(jnp.uint8)
+                    gmem["codes"][row, at] = (codes << missing).astype(jnp.uint8)
                 return carry
 
             def add_differences(
@@ -406,12 +426,7 @@ def logits_forward(
                     d = _product(exponential, s_factor) - q
                     distance = distance + jnp.abs(d)
                     if keep_codes:
-                        zero = jnp.zeros_like(d)
-                        signed = jnp.where(d < 0, -exponential, zero)
-                        sigma = sigma + jnp.where(d > 0, exponential, signed)
-                        # Bit 0 says that p and q differ, bit 1 that p < q.
-                        bits = [jnp.full_like(_lanes(), c << (2 * k)) for c in (0, 1, 3)]
-                        codes |= jnp.where(d > 0, bits[1], jnp.where(d < 0, bits[2], bits[0]))
+                        sigma, codes = _signed_sum(d, exponential, sigma, codes)
                     if want_kl:
                         term = q * (t_x - s_x)
                         divergence = divergence + jnp.where(q == 0, jnp.zeros_like(q), term)
@@ -566,7 +581,7 @@ def logits_backward(
     ) -> Any:
         x = _exponent(row_tiles.logits(smem["x"], tile, k, True), scale, of["reference"])
         exponential = jnp.exp2(x)
-        code = (codes >> (2 * k)) & 3
+        code = (codes >> (2 * (SUB_TILES - 1 - k))) & 3
         plus, minus, tie = (_splat(of[name]) for name in ("plus", "minus", "tie"))
         dx = exponential * jnp.where(code >= 2, minus, jnp.where(code == 1, plus, tie))
         if "kl_upstream" in gmem:

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tvd_core.contract import NORMALIZED_REDUCTIONS
+from tvd_jax import sharded
 from tvd_jax.logits_xla import Rows
+from tvd_jax.sharded import NOT_SPREAD, Axes
 
 
 def rows(
@@ -22,9 +24,10 @@ def rows(
     *,
     want_kl: bool = False,
     targets: jax.Array | None = None,
+    axes: Axes = NOT_SPREAD,
     implementation: str,
 ) -> Rows:
-    """See :func:`tvd_jax.logits_xla.rows`.
+    """See :func:`tvd_jax.logits_xla.rows`; rows are whole, whatever ``axes`` says of the tokens.
 
     Keeps the student's logits, codes and three numbers a row; the teacher's logits only for their
     own gradient or that of the KL divergence.
@@ -41,6 +44,8 @@ def reduce_tokens(
     normalizer: jax.Array | float | None,
     reduction: str,
     vocab: int,
+    axes: Axes = NOT_SPREAD,
+    *,
     implementation: str,
 ) -> jax.Array:
     """See :func:`tvd_jax.xla.reduce_tokens`; adds in the contract's order."""
@@ -48,9 +53,47 @@ def reduce_tokens(
         per_token = per_token * row_weights
     if reduction == "per_token":
         return per_token
+    if axes.tokens or sharded.partitioned():
+        of_device = functools.partial(total, implementation=implementation)
+        return sharded.reduce_tokens(
+            per_token, row_weights, normalizer, reduction, vocab, axes, of_device, divide
+        )
     if normalizer is not None:
         normalizer = jnp.asarray(normalizer, jnp.float32)
-    return _reduce(per_token, row_weights, normalizer, reduction, vocab, implementation)
+    weights = None if row_weights is None else row_weights.reshape(-1)
+    return _reduce(per_token.reshape(-1), weights, normalizer, reduction, vocab, implementation)
+
+
+def total(values: jax.Array, implementation: str) -> jax.Array:
+    """The sum of ``values`` in the contract's order; a part on each device if they are spread."""
+    return _total(values, implementation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _total(values: Any, implementation: str) -> Any:
+    return sharded.call_total(
+        lambda values: _run_reduce(values, None, None, "sum", 1, implementation)[0], values
+    )
+
+
+_total.defvjp(
+    lambda values, implementation: (_total(values, implementation), jnp.zeros_like(values)),
+    lambda implementation, zeros, upstream: (zeros + upstream,),
+)
+
+
+@jax.custom_vjp
+def divide(value: jax.Array, divisor: jax.Array) -> jax.Array:
+    """``value / divisor``, rounded to nearest; the divisor is a constant."""
+    from tvd_jax import pallas_kernels
+
+    return pallas_kernels.divide(value, divisor)
+
+
+divide.defvjp(
+    lambda value, divisor: (divide(value, divisor), divisor),
+    lambda divisor, upstream: (divide(upstream, divisor), jnp.zeros_like(divisor)),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +108,6 @@ def _kernels(implementation: str) -> Any:
     return importlib.import_module(f"tvd_jax.{module}")
 
 
-def _in_turn(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Calls a kernel, under ``vmap`` once for each element of the batch; takes ``None`` too."""
-    present = [x for x in arrays if x is not None]
-
-    @jax.custom_batching.sequential_vmap
-    def call(*present: Any) -> Any:
-        rest = iter(present)
-        return function(*(None if x is None else next(rest) for x in arrays))
-
-    return call(*present)
-
-
 def _run(
     student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static, keep_codes: bool
 ) -> tuple[Any, Any]:
@@ -88,10 +119,20 @@ def _run(
         want_kl=static.want_kl,
         keep_codes=keep_codes,
     )
-    tvd, s_rows, t_rows, s_lse, t_lse, kl, codes = _in_turn(forward, student, teacher, row_weights)
+    leading = student.ndim - 1
+    starts = (0, 1, 1, 0, 0) + (0,) * (static.want_kl + keep_codes)
+    results = sharded.call_by_rows(
+        lambda *arrays: tuple(x for x in forward(*arrays) if x is not None),
+        leading,
+        [(student, 0), (teacher, 0), (row_weights, 0)],
+        starts,
+    )
+    tvd, s_rows, t_rows, s_lse, t_lse, *rest = results
+    kl = rest.pop(0) if static.want_kl else None
+    codes = rest.pop(0) if keep_codes else None
     target_logit = None
     if targets is not None:
-        at_target = jnp.take_along_axis(student, targets[:, None], 1)[:, 0]
+        at_target = jnp.take_along_axis(student, targets[..., None], -1)[..., 0]
         target_logit = at_target.astype(jnp.float32) * jnp.float32(1.0 / static.temperature)
         if row_weights is not None:
             target_logit = jnp.where(row_weights == 0, 0, target_logit)
@@ -139,14 +180,20 @@ def _rows_bwd(static: _Static, kept: Any, upstreams: Any) -> Any:
     upstreams = [None if isinstance(x, SymbolicZero) else x for x in upstreams]
     tvd, s_lse, t_lse, kl_up, target = upstreams
     if tvd is None:
-        tvd = jnp.zeros(codes.shape[0], jnp.float32)
+        tvd = jnp.zeros(codes.shape[:-1], jnp.float32)
     kernels = _kernels(static.implementation)
 
     def gradient(is_student: bool, *arrays: Any) -> Any:
         backward = functools.partial(
             kernels.logits_backward, temperature=static.temperature, is_student=is_student
         )
-        return _in_turn(backward, *arrays, codes, row_weights)
+        x, other, rows, other_rows, *per_token = arrays
+        arguments = [(x, 0), (other, 0), (rows, 1), (other_rows, 1)]
+        arguments += [(x, 0) for x in (*per_token, codes, row_weights)]
+        (found,) = sharded.call_by_rows(
+            lambda *arrays: (backward(*arrays),), codes.ndim - 1, arguments, (0,)
+        )
+        return found
 
     ds = dt = None
     if wanted.student:
@@ -165,6 +212,18 @@ _rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)
 
 
 # --- reduction -----------------------------------------------------------------------------------
+
+
+def _in_turn(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Calls a kernel, under ``vmap`` once for each element of the batch; takes ``None`` too."""
+    present = [x for x in arrays if x is not None]
+
+    @jax.custom_batching.sequential_vmap
+    def call(*present: Any) -> Any:
+        rest = iter(present)
+        return function(*(None if x is None else next(rest) for x in arrays))
+
+    return call(*present)
 
 
 def _run_reduce(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tvd_core.contract import logit_scale
+from tvd_jax import sharded
 from tvd_jax.xla import accumulation_dtype, reduce_tokens
 
 __all__ = ["Rows", "elementwise", "reduce_tokens", "rows"]
@@ -36,6 +37,7 @@ def rows(
     *,
     want_kl: bool = False,
     targets: jax.Array | None = None,
+    axes: sharded.Axes = sharded.NOT_SPREAD,
 ) -> Rows:
     """TVD, log-sum-exp, KL divergence and the target's logit of each row, differentiable in both.
 
@@ -46,24 +48,29 @@ def rows(
         temperature: divides the logits.
         want_kl: whether the KL divergence is wanted.
         targets: ``[tokens]`` positions in the row, integers, each in the vocab.
+        axes: over which the rows are spread; targets are positions in the whole row.
     """
     kept = None if row_weights is None else row_weights != 0
     s, t = _kept_rows(student, teacher, kept)
-    values = _rows(s, t, targets, temperature, want_kl)
+    values = _rows(s, t, targets, temperature, want_kl, axes.vocab)
     if kept is None:
         return values
     return jax.tree.map(lambda x: jnp.where(kept, x, 0), values)
 
 
 def elementwise(
-    student: jax.Array, teacher: jax.Array, row_weights: jax.Array | None, temperature: float
+    student: jax.Array,
+    teacher: jax.Array,
+    row_weights: jax.Array | None,
+    temperature: float,
+    axes: sharded.Axes = sharded.NOT_SPREAD,
 ) -> jax.Array:
     """``0.5 * |p - q|`` of each element times its row's weight."""
     kept = None if row_weights is None else row_weights != 0
-    p, q = (_softmax(x, temperature) for x in _kept_rows(student, teacher, kept))
+    p, q = (_softmax(x, temperature, axes.vocab) for x in _kept_rows(student, teacher, kept))
     d = _difference(p, q)
     values = 0.5 * d * lax.stop_gradient(jnp.sign(d))
-    return values if row_weights is None else values * row_weights[:, None]
+    return values if row_weights is None else values * row_weights[..., None]
 
 
 def _kept_rows(
@@ -72,7 +79,12 @@ def _kept_rows(
     """In the dtype of the sums; rows that are not kept are 0, whatever they hold."""
     dtype = accumulation_dtype(student, teacher)
     logits = student.astype(dtype), teacher.astype(dtype)
-    return logits if kept is None else tuple(jnp.where(kept[:, None], x, 0) for x in logits)
+    return logits if kept is None else tuple(jnp.where(kept[..., None], x, 0) for x in logits)
+
+
+def _sum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """The sum of each whole row, ``[tokens, 1]``."""
+    return sharded.psum(x.sum(-1, keepdims=True), axes)
 
 
 class _Softmax(NamedTuple):
@@ -83,19 +95,19 @@ class _Softmax(NamedTuple):
     total: jax.Array
 
 
-def _softmax(x: jax.Array, temperature: float) -> _Softmax:
+def _softmax(x: jax.Array, temperature: float, axes: tuple[str, ...]) -> _Softmax:
     """``softmax(x / T)``, its logarithm, the log-sum-exp of each row, and what ``p`` is made of.
 
     The maximum goes first: the scale then multiplies numbers from -inf to 0, so that nothing
     overflows, and an -inf stays one. A row without a finite maximum is NaN.
     """
     scale = logit_scale(temperature)
-    top = lax.stop_gradient(x).max(-1, keepdims=True)
+    top = sharded.pmax(lax.stop_gradient(x).max(-1, keepdims=True), axes)
     z = (x - top) * scale
     e = jnp.exp(z)
-    total = e.sum(-1, keepdims=True)
+    total = _sum(e, axes)
     log_total = jnp.log(total)
-    return _Softmax(e / total, z - log_total, (top * scale + log_total)[:, 0], e, total)
+    return _Softmax(e / total, z - log_total, (top * scale + log_total)[..., 0], e, total)
 
 
 def _difference(one: _Softmax, other: _Softmax) -> jax.Array:
@@ -114,57 +126,70 @@ def _divergence(student: _Softmax, teacher: _Softmax) -> tuple[jax.Array, jax.Ar
     return teacher.p * ratio, ratio
 
 
-def _centred(x: jax.Array, signs: jax.Array) -> jax.Array:
+def _centred(x: jax.Array, signs: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """``x * (signs - sum_v x * signs)`` of a row of probabilities.
 
     ``1 - (above - below)`` would lose what a peaked row leaves of it. ``above + level + below = 1``
     makes it ``level + 2 * below``, which cancels nothing.
     """
-    above = jnp.where(signs > 0, x, 0).sum(-1, keepdims=True)
-    below = jnp.where(signs < 0, x, 0).sum(-1, keepdims=True)
-    level = jnp.where(signs == 0, x, 0).sum(-1, keepdims=True)
+    above = _sum(jnp.where(signs > 0, x, 0), axes)
+    below = _sum(jnp.where(signs < 0, x, 0), axes)
+    level = _sum(jnp.where(signs == 0, x, 0), axes)
     factor = jnp.where(signs == 0, below - above, signs)  # NaN stays
     factor = jnp.where(signs > 0, level + 2 * below, factor)
     return x * jnp.where(signs < 0, -level - 2 * above, factor)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3, 4, 5))
 def _rows(
-    s: jax.Array, t: jax.Array, targets: jax.Array | None, temperature: float, want_kl: bool
+    s: jax.Array,
+    t: jax.Array,
+    targets: jax.Array | None,
+    temperature: float,
+    want_kl: bool,
+    axes: tuple[str, ...],
 ) -> Rows:
-    p, q = _softmax(s, temperature), _softmax(t, temperature)
-    return Rows(
-        0.5 * jnp.abs(_difference(p, q)).sum(-1),
-        p.lse,
-        q.lse,
-        _divergence(p, q)[0].sum(-1) if want_kl else None,
-        None if targets is None else _at(s, targets) * logit_scale(temperature),
-    )
+    p, q = _softmax(s, temperature, axes), _softmax(t, temperature, axes)
+    kl = _sum(_divergence(p, q)[0], axes)[..., 0] if want_kl else None
+    target = None if targets is None else _at(s, targets, axes) * logit_scale(temperature)
+    return Rows(0.5 * _sum(jnp.abs(_difference(p, q)), axes)[..., 0], p.lse, q.lse, kl, target)
 
 
-def _at(x: jax.Array, targets: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x, targets[:, None], axis=-1)[:, 0]
+def _at(x: jax.Array, targets: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """``x`` at one position of each whole row, of which another device may hold it."""
+    if not axes:
+        return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
+    here = targets - sharded.shard_number(axes).astype(targets.dtype) * x.shape[-1]
+    inside = (here >= 0) & (here < x.shape[-1])
+    found = jnp.take_along_axis(x, jnp.where(inside, here, 0)[..., None], axis=-1)[..., 0]
+    return sharded.psum(jnp.where(inside, found, 0), axes)
 
 
 @_rows.defjvp
-def _rows_jvp(temperature: float, want_kl: bool, primals: Any, tangents: Any) -> tuple[Rows, Rows]:
+def _rows_jvp(
+    temperature: float, want_kl: bool, axes: tuple[str, ...], primals: Any, tangents: Any
+) -> tuple[Rows, Rows]:
     """The rule is linear in the tangents, for JAX to transpose, and can be derived itself."""
     s, t, targets = primals
     # By the chain rule through x / T. Not after the sums: their transposes then scale in float32.
     ds, dt = (x * (1.0 / temperature) for x in tangents[:2])
-    student, teacher = _softmax(s, temperature), _softmax(t, temperature)
+    student, teacher = (_softmax(x, temperature, axes) for x in (s, t))
     p, q, difference = student.p, teacher.p, _difference(student, teacher)
     signs = lax.stop_gradient(jnp.sign(difference))
+
+    def along_rows(x: jax.Array) -> jax.Array:
+        return _sum(x, axes)[..., 0]
+
     kl = None
     if want_kl:
         terms, ratio = _divergence(student, teacher)
-        kl = (difference * ds).sum(-1)
-        kl += ((q * ratio - q * terms.sum(-1, keepdims=True)) * dt).sum(-1)
+        kl = along_rows(difference * ds)
+        kl += along_rows((q * ratio - q * _sum(terms, axes)) * dt)
     along = Rows(
-        0.5 * (_centred(p, signs) * ds + _centred(q, -signs) * dt).sum(-1),
-        (p * ds).sum(-1),
-        (q * dt).sum(-1),
+        0.5 * along_rows(_centred(p, signs, axes) * ds + _centred(q, -signs, axes) * dt),
+        along_rows(p * ds),
+        along_rows(q * dt),
         kl,
-        None if targets is None else _at(ds, targets),
+        None if targets is None else _at(ds, targets, axes),
     )
-    return _rows(s, t, targets, temperature, want_kl), along
+    return _rows(s, t, targets, temperature, want_kl, axes), along

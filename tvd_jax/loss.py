@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 
 from tvd_core.contract import (
     KERNEL_DTYPES,
@@ -26,7 +27,7 @@ from tvd_core.contract import (
     kernel_dtype_message,
     kernel_vocab_message,
 )
-from tvd_jax import compat, pallas_ptx, triton_launch, xla
+from tvd_jax import compat, pallas_ptx, sharded, triton_launch, xla
 
 IMPLEMENTATIONS = ("pallas", "triton", "xla")
 ARRAY_TYPES = (jax.Array, np.ndarray)
@@ -193,6 +194,8 @@ def tvd_loss(
     ignore_index: int = -100,
     weights: jax.Array | None = None,
     normalizer: jax.Array | float | None = None,
+    axis_name: sharded.AxisName | None = None,
+    token_axis_name: sharded.AxisName | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Total variation distance between two distributions per token, reduced over the tokens.
@@ -218,6 +221,11 @@ def tvd_loss(
             positive number (Python's or NumPy's, in float32's range for every dtype of ``p``) or a
             0-d array; a constant. For gradient accumulation and data-parallel training, where the
             count of all the batch's tokens divides.
+        axis_name: inside ``jax.shard_map``, the mesh axis (or a tuple of them) over which the vocab
+            is spread: ``p`` and ``q`` are this device's equal part of every row. The values, and
+            the gradients of the parts, are those of the whole rows; a sum a token is exchanged.
+        token_axis_name: inside ``jax.shard_map``, the mesh axis (or a tuple) over which the tokens
+            are spread: the loss and its divisor are summed over it.
         implementation: ``"pallas"`` (Mosaic GPU, Hopper and newer), ``"triton"`` (the kernels of
             the PyTorch package through jax-triton, Ampere and newer), ``"xla"``, or ``None`` to
             pick by device. A named one is used or the call fails.
@@ -229,7 +237,7 @@ def tvd_loss(
         shape of ``p``, ``0.5 * |p - q|`` times the weights.
 
     Raises:
-        ValueError: a shape, device, reduction, normalizer or implementation does not fit.
+        ValueError: a shape, device, reduction, normalizer, axis or implementation does not fit.
         TypeError: something is not an array, or has the wrong dtype.
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
@@ -237,27 +245,58 @@ def tvd_loss(
     ICML 2023 (acceptance rate).
     """
     check_arrays(p, q, labels, weights, normalizer, reduction, ignore_index)
+    axes = sharded.check_axes(axis_name, token_axis_name)
     chosen = choose_implementation(p, q, implementation)
     p, q = jnp.asarray(p), jnp.asarray(q)
     weights = as_constant("weights", weights)
     normalizer = as_constant("normalizer", as_number(normalizer))
     dtype = xla.accumulation_dtype(p, q)
     row_weights = kept_weights(labels, weights, int(ignore_index), dtype)
-    tokens = p.size // p.shape[-1]
-    if chosen == "xla" or tokens == 0:
-        return xla.loss(p, q, row_weights, normalizer, reduction)
+    spec = None if axes else sharded.explicit_spec(p)
+    if spec is None:
+        return _loss(p, q, row_weights, normalizer, reduction, chosen, axes)
 
-    leading, vocab = p.shape[:-1], p.shape[-1]
-    result = _kernel_loss(
-        p.reshape(tokens, vocab),
-        q.reshape(tokens, vocab),
-        None if row_weights is None else row_weights.reshape(tokens),
-        None if normalizer is None else jnp.asarray(normalizer, jnp.float32),
-        reduction,
-        chosen,
-    )
-    shape = {"none": (*leading, vocab), "per_token": leading}.get(reduction, ())
-    return result.reshape(shape)
+    def of_shards(p: Any, q: Any, row_weights: Any, normalizer: Any) -> jax.Array:
+        spread = sharded.axes_of_spec(spec)
+        return _loss(p, q, row_weights, normalizer, reduction, chosen, spread)
+
+    sharded.check_same_spec(("p", "q"), (p, q), spec)
+    rows, tokens = PartitionSpec(*spec), PartitionSpec(*spec[:-1])
+    arguments = [(p, rows), (q, rows), (row_weights, tokens), (normalizer, PartitionSpec())]
+    out = {"none": rows, "per_token": tokens}.get(reduction, PartitionSpec())
+    return sharded.over_explicit_axes(of_shards, arguments, out)
+
+
+def _loss(
+    p: jax.Array,
+    q: jax.Array,
+    row_weights: jax.Array | None,
+    normalizer: jax.Array | float | None,
+    reduction: str,
+    implementation: str,
+    axes: sharded.Axes,
+) -> jax.Array:
+    """``tvd_loss`` of checked arrays, or of this device's part of them."""
+    vocab = p.shape[-1]
+    if implementation == "xla" or p.size == 0:
+        return xla.loss(p, q, row_weights, normalizer, reduction, axes)
+    if (axes or sharded.partitioned()) and reduction != "none":
+        from tvd_jax import logits_rows
+
+        per_token = _kernel_loss(p, q, row_weights, None, "per_token", implementation)
+        return sharded.reduce_tokens(
+            sharded.psum(per_token, axes.vocab),
+            row_weights,
+            normalizer,
+            reduction,
+            axes.vocab_size(vocab),
+            axes,
+            functools.partial(logits_rows.total, implementation=implementation),
+            logits_rows.divide,
+        )
+    if normalizer is not None:
+        normalizer = jnp.asarray(normalizer, jnp.float32)
+    return _kernel_loss(p, q, row_weights, normalizer, reduction, implementation)
 
 
 # --- constants -----------------------------------------------------------------------------------
@@ -313,18 +352,34 @@ def _run_forward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array]:
     """Result of the reduction, codes, divisor, per-token values (and what fills them up)."""
     kernels = _kernels(implementation)
-    tokens, vocab = p.shape
+    leading, vocab = p.shape[:-1], p.shape[-1]
+    tokens = math.prod(leading)
     elementwise, summed = reduction == "none", reduction not in ("none", "per_token")
     forward = functools.partial(
         kernels.forward, keep_codes=keep_codes, elementwise=elementwise, summed=summed
     )
+    if not summed:
+        given = [(p, 0), (q, 0), (row_weights, 0)]
+        results = list(
+            sharded.call_by_rows(
+                lambda *arrays: tuple(x for x in forward(*arrays) if x is not None),
+                len(leading),
+                given,
+                (0,) * (1 + keep_codes + elementwise),
+            )
+        )
+        per_token = results.pop(0)
+        codes = results.pop(0) if keep_codes else None
+        return results[0] if elementwise else per_token, codes, None, per_token
+    p, q = (x.reshape(tokens, vocab) for x in (p, q))
+    row_weights = None if row_weights is None else row_weights.reshape(tokens)
     reduce = functools.partial(kernels.reduce, reduction=reduction, tokens=tokens, vocab=vocab)
     if not kernels.vmappable(p.shape, (p.dtype, q.dtype)):
         forward, reduce = _sequential_vmap(forward), _sequential_vmap(reduce)
-    per_token, codes, values = forward(p, q, row_weights)
-    if not summed:
-        return per_token if values is None else values, codes, None, per_token
+    per_token, codes, _ = forward(p, q, row_weights)
     loss, divisor = reduce(per_token, row_weights, normalizer)
+    if codes is not None:
+        codes = codes.reshape(*leading, codes.shape[-1])
     return loss, codes, divisor, per_token
 
 
@@ -369,7 +424,7 @@ def _forward_rule(
     outputs = _kernel_loss_and_codes(*values, reduction, implementation)
     dtypes = [x.value.dtype if x.perturbed else None for x in (p, q)]
     _, codes, divisor = outputs
-    return outputs, (codes, divisor, values[2], _Wanted(dtypes[0], dtypes[1], p.value.shape[1]))
+    return outputs, (codes, divisor, values[2], _Wanted(dtypes[0], dtypes[1], p.value.shape[-1]))
 
 
 def _backward_rule(reduction: str, implementation: str, residuals: Any, upstream: Any) -> Any:
@@ -406,10 +461,26 @@ def _kernel_gradient(
 ) -> list[jax.Array | None]:
     """The backward kernel under autodiff: linear in the upstream gradient."""
     kernels = _kernels(implementation)
-    backward = functools.partial(kernels.backward, vocab=wanted.vocab, dtypes=(wanted.p, wanted.q))
+    leading, vocab = codes.shape[:-1], wanted.vocab
+    upstream = upstream.astype(jnp.float32)
+    backward = functools.partial(kernels.backward, vocab=vocab, dtypes=(wanted.p, wanted.q))
+    there = [dtype is not None for dtype in (wanted.p, wanted.q)]
+    if divisor is None:  # of each token, or of each element
+
+        def present(codes: Any, upstream: Any, row_weights: Any) -> tuple[Any, ...]:
+            found = backward(codes, upstream, None, row_weights)
+            return tuple(x for x in found if x is not None)
+
+        arguments = [(codes, 0), (upstream, 0), (row_weights, 0)]
+        found = sharded.call_by_rows(present, len(leading), arguments, (0,) * sum(there))
+        rest = iter(found)
+        return [next(rest) if is_there else None for is_there in there]
     if not kernels.vmappable(upstream.shape, (jnp.float32,)):
         backward = _sequential_vmap(backward)
-    return backward(codes, upstream.astype(jnp.float32), divisor, row_weights)
+    codes = codes.reshape(-1, codes.shape[-1])
+    row_weights = None if row_weights is None else row_weights.reshape(-1)
+    gradients = backward(codes, upstream, divisor, row_weights)
+    return [None if x is None else x.reshape(*leading, vocab) for x in gradients]
 
 
 def _kernel_gradient_fwd(
@@ -435,7 +506,7 @@ def _kernel_gradient_bwd(
         c.astype(jnp.float32) * s for c, s in zip(cotangents, (1, -1), strict=True) if c is not None
     ]
     product = unit * sum(along)
-    axes = tuple(range(upstream.ndim, 2))
+    axes = tuple(range(upstream.ndim, product.ndim))
     return None, product.sum(axes), None, None
 
 

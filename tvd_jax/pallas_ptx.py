@@ -268,11 +268,101 @@ def reduce_warps(op: str, x: Any, out_smem: Any) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(inline)(out_smem, x)
 
 
+def layout_of(x: Any) -> Any:
+    """The layout of a vector over a warpgroup, x.size / 128 neighbours a thread."""
+    return plgpu.Layout.WG_STRIDED(x.shape, vec_size=x.size // 128)
+
+
+def widen_bfloat16(x: Any) -> Any:
+    """bfloat16 as float32, one instruction an element."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.mosaic.gpu.utils import c
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import arith, vector
+
+    layout = layout_of(x)
+    count = x.size // 128
+    result = plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
+
+    def widened(pairs: Any) -> Any:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        words = vector.bitcast(ir.VectorType.get((count // 2,), i32), pairs)
+        sixteen, high = c(16, i32), c(-65536, i32)
+        elements = []
+        for i in range(count // 2):
+            word = vector.extract(words, [], [i])
+            elements.append(arith.bitcast(f32, arith.shli(word, sixteen)))
+            elements.append(arith.bitcast(f32, arith.andi(word, high)))
+        return vector.from_elements(ir.VectorType.get((count,), f32), elements)
+
+    def inline(_: Any, x: Any) -> Any:
+        registers = np.empty_like(x.registers)
+        for at, register in np.ndenumerate(x.registers):
+            registers[at] = widened(register)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(x)
+
+
+def signed_sum(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
+    """``total + sign(d) * exponential``, and ``codes << 2`` with bit 0 if d != 0, bit 1 if d < 0.
+
+    5 instructions an element. |d| is below 2, so that the highest bit of its exponent is 0.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    layout = layout_of(d)
+    count = d.size // 128
+    asm = """{
+        .reg .pred differs;
+        .reg .b32 x;
+        setp.neu.f32 differs, $2, 0f00000000;
+        lop3.b32 x, $3, 0x80000000, $2, 0xB8;
+        mov.b32 $0, $4;
+        @differs add.rn.f32 $0, $4, x;
+        shf.l.wrap.b32 $1, $2, $5, 2;
+        @differs add.u32 $1, $1, 1;
+    }"""
+
+    def inline(_: Any, *arrays: Any) -> Any:
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        pair = ir.Type.parse("!llvm.struct<(f32, i32)>")
+        (d, exponential, total, codes) = (
+            [vector.extract(x.registers.flat[0], [], [i]) for i in range(count)] for x in arrays
+        )
+        totals, shifted = [], []
+        for operands in zip(d, exponential, total, codes, strict=True):
+            found: Any = llvm.inline_asm(
+                pair, list(operands), asm, "=&f,=&r,f,f,f,r", has_side_effects=False
+            )
+            totals.append(llvm.extractvalue(f32, found, [0]))
+            shifted.append(llvm.extractvalue(i32, found, [1]))
+
+        def array(elements: Any, of: Any, kind: Any, signed: Any) -> Any:
+            registers = np.empty_like(of.registers)
+            registers.flat[0] = vector.from_elements(ir.VectorType.get((count,), kind), elements)
+            return mgpu.FragmentedArray(_registers=registers, _layout=of.layout, _is_signed=signed)
+
+        return array(totals, arrays[2], f32, None), array(
+            shifted, arrays[3], i32, arrays[3].is_signed
+        )
+
+    results = (
+        plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout),
+        plgpu.ShapeDtypeStruct(codes.shape, jnp.int32, layout=layout),
+    )
+    return plgpu.inline_mgpu(arg_types=(layout,) * 4, return_type=results)(inline)(
+        d, exponential, total, codes
+    )
+
+
 def fma(a: Any, b: Any, c: Any) -> Any:
     """``a * b + c`` of vectors, rounded once."""
     from jaxlib.mlir.dialects import math
 
-    layout = plgpu.Layout.WG_STRIDED(a.shape, vec_size=4)
+    layout = layout_of(a)
     result = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
 
     def inline(_: Any, a: Any, b: Any, c: Any) -> Any:
@@ -286,7 +376,7 @@ def mul(a: Any, b: Any) -> Any:
     from jax.extend.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
 
-    layout = plgpu.Layout.WG_STRIDED(a.shape, vec_size=4)
+    layout = layout_of(a)
     result = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
 
     def product(a: Any, b: Any) -> Any:
@@ -299,7 +389,7 @@ def mul(a: Any, b: Any) -> Any:
                 "=f,f,f",
                 has_side_effects=False,
             )
-            for i in range(4)
+            for i in range(a.type.shape[0])
         ]
         return vector.from_elements(a.type, elements)
 

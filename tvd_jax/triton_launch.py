@@ -232,6 +232,7 @@ def logits_forward(
         KEEP_CODES=keep_codes,
         WANT_KL=want_kl,
         ALIGNED=vocab % 16 == 0,
+        STATISTICS=0,
     )
     return *results, kl if want_kl else None, codes_out if keep_codes else None
 

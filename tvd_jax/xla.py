@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tvd_jax import sharded
+
 
 def accumulation_dtype(p: jax.Array, q: jax.Array) -> jnp.dtype:
     """float32, or float64 if either input is."""
@@ -30,13 +32,16 @@ def loss(
     row_weights: jax.Array | None,
     normalizer: jax.Array | float | None,
     reduction: str,
+    axes: sharded.Axes = sharded.NOT_SPREAD,
 ) -> jax.Array:
     """``tvd_loss`` of ``p, q [..., vocab]``; row_weights is 0 for an ignored token."""
     kept = None if row_weights is None else row_weights != 0
     elementwise = 0.5 * absolute_difference(p, q, kept)
     if reduction == "none":
         return elementwise if row_weights is None else elementwise * row_weights[..., None]
-    return reduce_tokens(elementwise.sum(-1), row_weights, normalizer, reduction, p.shape[-1])
+    per_token = sharded.psum(elementwise.sum(-1), axes.vocab)
+    vocab = axes.vocab_size(p.shape[-1])
+    return reduce_tokens(per_token, row_weights, normalizer, reduction, vocab, axes)
 
 
 def reduce_tokens(
@@ -45,24 +50,11 @@ def reduce_tokens(
     normalizer: jax.Array | float | None,
     reduction: str,
     vocab: int,
+    axes: sharded.Axes = sharded.NOT_SPREAD,
 ) -> jax.Array:
     """``per_token`` times the weights, and what the reduction makes of it; any but ``none``."""
     if row_weights is not None:
         per_token = per_token * row_weights
-    if reduction == "per_token":
-        return per_token
-    total = per_token.sum()
-    if reduction == "sum":
-        return total
-    if normalizer is not None:
-        divisor = jnp.asarray(normalizer, total.dtype)
-    elif row_weights is not None:
-        divisor = row_weights.sum()
-    else:
-        divisor = jnp.asarray(per_token.size, total.dtype)
-    if reduction == "mean":
-        divisor = divisor * vocab
-    # 0 / 0 counts as 0: with no token kept the loss is 0. A total that is 0 for another reason
-    # keeps its divisor, which the gradient needs.
-    nothing = (total == 0) & (divisor == 0)
-    return total / jnp.where(nothing, jnp.ones_like(divisor), divisor)
+    return sharded.reduce_tokens(
+        per_token, row_weights, normalizer, reduction, vocab, axes, jnp.sum
+    )

@@ -19,6 +19,20 @@ def accumulation_dtype(p: Tensor, q: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in (p.dtype, q.dtype) else torch.float32
 
 
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation has a say, which autograd would hear.
+
+    Private names: where a version of PyTorch has others, every call counts as transformed.
+    """
+    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+    return forward_mode() or active()
+
+
+def forward_mode() -> bool:
+    """Whether there are dual numbers."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
+
+
 def sign(d: Tensor) -> Tensor:
     """Sign with sign(0) = 0 and sign(NaN) = NaN; ``torch.sign(NaN)`` is 0."""
     return torch.where(d.isnan(), d, torch.sign(d))
@@ -40,7 +54,7 @@ def masked_difference(p: Tensor, q: Tensor, kept: Tensor | None) -> Tensor:
 
 def per_token(p: Tensor, q: Tensor, kept: Tensor | None) -> Tensor:
     """``0.5 * sum_v |p - q|`` per token, 0 for one that is not kept."""
-    if p.is_cpu and not torch.compiler.is_compiling():
+    if p.is_cpu and not torch.compiler.is_compiling() and not transformed():
         if torch.is_grad_enabled() and (p.requires_grad or q.requires_grad):
             p, q = saveable(p), saveable(q)
         rows: Tensor = _BlockedRows.apply(p, q, kept)
@@ -60,6 +74,17 @@ def reduce_tokens(
         per_token = per_token * row_weights
     if reduction == "per_token":
         return per_token
+    return reduced(per_token, row_weights, normalizer, reduction, vocab)
+
+
+def reduced(
+    per_token: Tensor,
+    row_weights: Tensor | None,
+    normalizer: Tensor | float | None,
+    reduction: str,
+    vocab: int,
+) -> Tensor:
+    """The sum of values that have the weights in them, over the divisor of the reduction."""
     total = per_token.sum()
     if reduction == "sum":
         return total
@@ -72,8 +97,15 @@ def reduce_tokens(
         divisor = torch.full((), per_token.numel(), dtype=dtype, device=device)
     if reduction == "mean":
         divisor = divisor * vocab
-    # 0 / 0 counts as 0: with no token kept the loss is 0, and stays attached. A total that is 0 for
-    # another reason keeps its divisor, which the gradient needs.
+    return divided(total, divisor)
+
+
+def divided(total: Tensor, divisor: Tensor) -> Tensor:
+    """``total / divisor``, where 0 / 0 counts as 0.
+
+    With no token kept the loss is 0, and stays attached. A total that is 0 for another reason keeps
+    its divisor, which the gradient needs.
+    """
     nothing = (total == 0) & (divisor == 0)
     return total / torch.where(nothing, torch.ones_like(divisor), divisor)
 

@@ -1,11 +1,13 @@
 """Losses from logits for PyTorch: total variation distance, and what is built on it."""
 
+import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from tvd_core.contract import (
+    NORMALIZED_REDUCTIONS,
     REDUCTIONS,
     TOKEN_REDUCTIONS,
     check_factor,
@@ -16,7 +18,7 @@ from tvd_core.contract import (
     check_temperature,
     no_elements_message,
 )
-from tvd_torch import eager, logits_eager
+from tvd_torch import eager, logits_eager, sharded
 from tvd_torch.logits_eager import Rows
 from tvd_torch.loss import (
     IMPLEMENTATIONS,
@@ -58,6 +60,8 @@ def tvd_from_logits(
     weights: Tensor | None = None,
     normalizer: Tensor | float | None = None,
     return_stats: Literal[False] = False,
+    vocab_group: Any = None,
+    token_group: Any = None,
     implementation: str | None = None,
 ) -> Tensor: ...
 
@@ -74,6 +78,8 @@ def tvd_from_logits(
     weights: Tensor | None = None,
     normalizer: Tensor | float | None = None,
     return_stats: Literal[True],
+    vocab_group: Any = None,
+    token_group: Any = None,
     implementation: str | None = None,
 ) -> tuple[Tensor, TVDStats]: ...
 
@@ -89,6 +95,8 @@ def tvd_from_logits(
     weights: Tensor | None = None,
     normalizer: Tensor | float | None = None,
     return_stats: bool = False,
+    vocab_group: Any = None,
+    token_group: Any = None,
     implementation: str | None = None,
 ) -> Tensor | tuple[Tensor, TVDStats]:
     """Total variation distance between the softmaxes of logits per token, reduced over the tokens.
@@ -114,16 +122,21 @@ def tvd_from_logits(
         normalizer: divisor of ``batchmean`` and ``mean`` in place of the kept weights' sum, as for
             :func:`tvd_loss`.
         return_stats: whether to return ``TVDStats`` too.
+        vocab_group: process group whose processes hold the other columns of these tokens' rows, as
+            for :func:`tvd_loss`, in the order of its ranks. Maxima and sums are all-reduced, a few
+            numbers a token; the logits stay where they are.
+        token_group: process group whose processes hold other tokens, as for :func:`tvd_loss`.
         implementation: ``"triton"`` (CUDA GPUs), ``"eager"``, or ``None`` to pick by
             device. A named one is used or the call fails.
 
     Returns:
         float32 (float64 if an input is), of the shape that :func:`tvd_loss` gives it; with
-        ``return_stats`` the pair of it and ``TVDStats``, which is differentiable.
+        ``return_stats`` the pair of it and ``TVDStats``, which is differentiable. What groups and
+        DTensors give is as for :func:`tvd_loss`; ``TVDStats`` are those of the local tokens.
 
     Raises:
-        ValueError: a shape, device, temperature, reduction, normalizer or implementation does not
-            fit.
+        ValueError: a shape, device, mesh, temperature, reduction, normalizer or implementation does
+            not fit.
         TypeError: something is not a dense tensor, or has the wrong type or dtype.
 
     Source: as for :func:`tvd_loss`.
@@ -137,13 +150,13 @@ def tvd_from_logits(
         ignore_index,
         weights,
         normalizer,
+        (vocab_group, token_group),
         implementation,
         REDUCTIONS,
     )
     rows = None if reduction == "none" and not return_stats else _rows(call)
     if reduction == "none":
-        elements = logits_eager.elementwise(*call.logits, call.row_weights, call.temperature)
-        loss = elements.reshape(student_logits.shape)
+        loss = _elementwise(call)
     else:
         assert rows is not None
         loss = _reduced(call, rows.tvd, reduction)
@@ -161,10 +174,12 @@ class TVDFromLogitsLoss(torch.nn.Module):
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``.
         ignore_index: the label that marks an ignored token.
         implementation: ``"triton"``, ``"eager"``, or ``None`` to pick by device.
+        vocab_group, token_group: process groups, as for :func:`tvd_from_logits`.
 
     Raises:
         ValueError: a temperature out of range, an unknown reduction or implementation.
-        TypeError: ``temperature`` is not a number, or ``ignore_index`` not an int.
+        TypeError: ``temperature`` is not a number, ``ignore_index`` not an int, or a group not a
+            process group.
     """
 
     def __init__(
@@ -173,15 +188,20 @@ class TVDFromLogitsLoss(torch.nn.Module):
         reduction: str = "batchmean",
         ignore_index: int = -100,
         implementation: str | None = None,
+        *,
+        vocab_group: Any = None,
+        token_group: Any = None,
     ) -> None:
         super().__init__()
         check_temperature(temperature)
         check_reduction(reduction)
         check_ignore_index(ignore_index)
         check_implementation(implementation, IMPLEMENTATIONS)
+        sharded.check_groups(vocab_group, token_group)
         self.temperature = temperature
         self.reduction = reduction
         self.ignore_index = ignore_index
+        self.vocab_group, self.token_group = vocab_group, token_group
         self.implementation = implementation
 
     def forward(
@@ -203,6 +223,8 @@ class TVDFromLogitsLoss(torch.nn.Module):
             ignore_index=self.ignore_index,
             weights=weights,
             normalizer=normalizer,
+            vocab_group=self.vocab_group,
+            token_group=self.token_group,
             implementation=self.implementation,
         )
 
@@ -224,6 +246,8 @@ def acceptance_loss(
     ignore_index: int = -100,
     weights: Tensor | None = None,
     normalizer: Tensor | float | None = None,
+    vocab_group: Any = None,
+    token_group: Any = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Negative logarithm of the acceptance rate: ``-log(1 - tvd_t)`` per token, reduced.
@@ -257,6 +281,7 @@ def acceptance_loss(
         ignore_index,
         weights,
         normalizer,
+        (vocab_group, token_group),
         implementation,
         TOKEN_REDUCTIONS,
     )
@@ -281,6 +306,8 @@ def hybrid_loss(
     ignore_index: int = -100,
     weights: Tensor | None = None,
     normalizer: Tensor | float | None = None,
+    vocab_group: Any = None,
+    token_group: Any = None,
     implementation: str | None = None,
 ) -> Tensor:
     """KL divergence where the draft is far from the teacher, the distance where it is near.
@@ -319,6 +346,7 @@ def hybrid_loss(
         ignore_index,
         weights,
         normalizer,
+        (vocab_group, token_group),
         implementation,
         TOKEN_REDUCTIONS,
     )
@@ -340,6 +368,8 @@ def cross_entropy_tvd_loss(
     ignore_index: int = -100,
     weights: Tensor | None = None,
     normalizer: Tensor | float | None = None,
+    vocab_group: Any = None,
+    token_group: Any = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Cross entropy of the student on hard labels and the distance to the teacher, in one pass.
@@ -376,11 +406,15 @@ def cross_entropy_tvd_loss(
         ignore_index,
         weights,
         normalizer,
+        (vocab_group, token_group),
         implementation,
         TOKEN_REDUCTIONS,
     )
-    vocab = call.logits[0].shape[1]
-    targets = labels.reshape(-1).to(torch.int64)
+    assert call.labels is not None
+    vocab: Any = call.logits[0].shape[1]
+    if call.shards is not None:
+        vocab = sharded.vocab_size(vocab, call.shards, call.labels.device)
+    targets = call.labels.reshape(-1).to(torch.int64)
     inside = (targets >= 0) & (targets < vocab)
     rows = _rows(call, targets=torch.where(inside, targets, 0))
     assert rows.target_logit is not None
@@ -398,11 +432,13 @@ class _Call(NamedTuple):
     """Checked inputs as rows of logits, and the module of the implementation that takes them."""
 
     logits: tuple[Tensor, Tensor]
+    labels: Tensor | None
     row_weights: Tensor | None
     normalizer: Tensor | float | None
     temperature: float
     leading: torch.Size
     module: Any
+    shards: sharded.Shards | None
 
 
 def _checked(
@@ -414,9 +450,11 @@ def _checked(
     ignore_index: int,
     weights: Tensor | None,
     normalizer: Tensor | float | None,
+    groups: tuple[Any, Any],
     implementation: str | None,
     reductions: tuple[str, ...],
 ) -> _Call:
+    is_sharded = sharded.is_sharded(student_logits, teacher_logits, *groups)
     normalizer = checked_normalizer(
         student_logits,
         teacher_logits,
@@ -427,22 +465,32 @@ def _checked(
         ignore_index,
         _NAMES,
         reductions,
+        is_sharded,
     )
     check_temperature(temperature)
+    shards = None
+    if is_sharded:
+        shards = sharded.of(student_logits, teacher_logits, _NAMES, *groups)
+        student_logits, teacher_logits, labels, weights, normalizer = (
+            sharded.local(x, shards.layout)
+            for x in (student_logits, teacher_logits, labels, weights, normalizer)
+        )
     module = _module(student_logits, teacher_logits, implementation, reduction)
     if torch.is_grad_enabled() and (student_logits.requires_grad or teacher_logits.requires_grad):
         labels, weights = saveable(labels, weights)
     dtype = eager.accumulation_dtype(student_logits, teacher_logits)
-    labels = comparable(labels, int(ignore_index))
-    row_weights = kept_weights(labels, weights, int(ignore_index), dtype)
-    tokens, vocab = student_logits[..., 0].numel(), student_logits.shape[-1]
+    known = comparable(labels, int(ignore_index))
+    row_weights = kept_weights(known, weights, int(ignore_index), dtype)
+    tokens, vocab = math.prod(student_logits.shape[:-1]), student_logits.shape[-1]
     return _Call(
         (student_logits.reshape(tokens, vocab), teacher_logits.reshape(tokens, vocab)),
+        labels,
         None if row_weights is None else row_weights.reshape(tokens),
         normalizer,
         float(temperature),
         student_logits.shape[:-1],
         module,
+        shards,
     )
 
 
@@ -461,18 +509,41 @@ def _module(
 
 
 def _rows(call: _Call, *, want_kl: bool = False, targets: Tensor | None = None) -> Rows:
-    rows: Rows = call.module.rows(
-        *call.logits, call.row_weights, call.temperature, want_kl=want_kl, targets=targets
-    )
+    options: dict[str, Any] = {"want_kl": want_kl, "targets": targets}
+    of_rows = (*call.logits, call.row_weights, call.temperature)
+    rows: Rows
+    if call.shards is not None and call.shards.vocab:
+        rows = sharded.rows(*of_rows, call.shards, call.module is not logits_eager, **options)
+    else:
+        rows = call.module.rows(*of_rows, **options)
     return rows
 
 
 def _reduced(call: _Call, per_token: Tensor, reduction: str) -> Tensor:
     vocab = call.logits[0].shape[1]
-    result: Tensor = call.module.reduce_tokens(
-        per_token, call.row_weights, call.normalizer, reduction, vocab
+    inner = reduction
+    if call.shards is not None and reduction in NORMALIZED_REDUCTIONS:
+        inner = "sum"  # of the local tokens
+    normalizer = call.normalizer if inner == reduction else None
+    x: Tensor = call.module.reduce_tokens(per_token, call.row_weights, normalizer, inner, vocab)
+    if reduction == "per_token":
+        x = x.reshape(call.leading)
+    elif call.shards is not None:
+        tokens = per_token.numel()
+        constants = (call.row_weights, tokens, call.normalizer)
+        x = sharded.reduced(x, *constants, reduction, vocab, call.shards)
+    return x if call.shards is None else sharded.wrapped(x, call.shards)
+
+
+def _elementwise(call: _Call) -> Tensor:
+    shape = (*call.leading, call.logits[0].shape[1])
+    if call.shards is None:
+        elements = logits_eager.elementwise(*call.logits, call.row_weights, call.temperature)
+        return elements.reshape(shape)
+    elements = sharded.elementwise(
+        *call.logits, call.row_weights, call.temperature, call.shards.vocab
     )
-    return result.reshape(call.leading) if reduction == "per_token" else result
+    return sharded.wrapped(elements.reshape(shape), call.shards)
 
 
 def _stats(call: _Call, rows: Rows) -> TVDStats:
@@ -480,4 +551,7 @@ def _stats(call: _Call, rows: Rows) -> TVDStats:
     if call.row_weights is not None:
         acceptance = torch.where(call.row_weights != 0, acceptance, 0.0)
     values = (rows.tvd, acceptance, rows.student_lse, rows.teacher_lse)
-    return TVDStats(*(x.reshape(call.leading) for x in values))
+    shaped = (x.reshape(call.leading) for x in values)
+    if call.shards is not None:
+        return TVDStats(*(sharded.wrapped(x, call.shards) for x in shaped))
+    return TVDStats(*shaped)

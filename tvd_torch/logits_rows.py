@@ -4,15 +4,21 @@ They are operators of ``torch.library``, in eager mode too: what that costs, abo
 time a call, is little beside kernels of this kind.
 """
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tvd_core import config
-from tvd_torch import triton_launch
-from tvd_torch.eager import saveable
+from tvd_core.contract import no_compiled_forward_mode_message
+from tvd_torch import eager, triton_launch
+from tvd_torch.eager import forward_mode, saveable, transformed
 from tvd_torch.logits_eager import Rows
+from tvd_torch.sharded import all_reduced, sum_in_order
+
+LOWEST = -3.0e38  # the kernels' reference of a row without a logit above it
 
 
 def rows(
@@ -35,7 +41,17 @@ def rows(
             student, teacher = saveable(student), saveable(teacher)
         row_weights = None if row_weights is None else saveable(row_weights)
         targets = None if targets is None else saveable(targets)
-    values = _rows_op(student, teacher, row_weights, targets, temperature, want_kl, keep)
+    arguments = (student, teacher, row_weights, targets, temperature, want_kl)
+    if torch.compiler.is_compiling():
+        if forward_mode():
+            raise NotImplementedError(no_compiled_forward_mode_message("triton", "eager"))
+        values = _rows_op(*arguments, keep)
+    elif transformed():
+        from tvd_torch import transforms
+
+        values = transforms.kernel_rows(*arguments)
+    else:
+        values = _rows_op(*arguments, keep)
     tvd, student_lse, teacher_lse, kl, target_logit = values[:5]
     return Rows(
         tvd,
@@ -58,6 +74,8 @@ def reduce_tokens(
         per_token = per_token * row_weights
     if reduction == "per_token":
         return per_token
+    if not torch.compiler.is_compiling() and transformed():
+        return eager.reduced(per_token, row_weights, normalizer, reduction, vocab)
     is_tensor = isinstance(normalizer, Tensor)
     tensor, number = (normalizer, None) if is_tensor else (None, normalizer)
     loss: Tensor = _reduce_op(per_token, row_weights, tensor, number, reduction, vocab)[0]
@@ -103,13 +121,18 @@ def _empty_values(student: Tensor, want_kl: bool, targets: Tensor | None) -> lis
 
 
 def _empty_kept(student: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, vocab = student.shape
-    codes = (tokens, config.logits_codes_bytes(vocab)) if keep else (0, 0)
+    tokens = student.shape[0]
     return (
         student.new_empty((3, tokens), dtype=torch.float32),
         student.new_empty((3, tokens), dtype=torch.float32),
-        student.new_empty(codes, dtype=torch.uint8),
+        _empty_codes(student, keep),
     )
+
+
+def _empty_codes(student: Tensor, keep: bool) -> Tensor:
+    tokens, vocab = student.shape
+    shape = (tokens, config.logits_codes_bytes(vocab)) if keep else (0, 0)
+    return student.new_empty(shape, dtype=torch.uint8)
 
 
 @_rows_op.register_fake
@@ -126,10 +149,15 @@ def _(
 
 
 def _save_for_backward(ctx: Any, inputs: Any, output: Any) -> None:
+    _save(ctx, inputs, output, (inputs[0].requires_grad, inputs[1].requires_grad))
+
+
+def _save(ctx: Any, inputs: Any, output: Any, wanted: tuple[bool, ...]) -> None:
+    """What ``_backward`` takes, of the arguments and results of ``_rows_op`` or their like."""
     student, teacher, row_weights, targets, ctx.temperature, ctx.want_kl, _ = inputs
     *_, kl, _, s_rows, t_rows, codes = output
     ctx.set_materialize_grads(False)
-    want_student, want_teacher = student.requires_grad, teacher.requires_grad
+    want_student, want_teacher = wanted[:2]
     both = ctx.want_kl  # whose gradient takes the other's logits too
     ctx.save_for_backward(
         student if want_student or both else None,
@@ -181,7 +209,7 @@ def _backward_op(
 ) -> Tensor:
     """The gradient of the student's or of the teacher's logits."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    if logits.shape[0]:
+    if logits.numel():
         if tvd_upstream is None:
             tvd_upstream = torch.zeros_like(rows[0])
         triton_launch.logits_backward(
@@ -210,6 +238,135 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 
 _rows_op.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# --- shards of rows ------------------------------------------------------------------------------
+
+LN2 = math.log(2.0)
+
+
+class ShardedRows(torch.autograd.Function):
+    """Rows that are cut: the kernel's statistics, those of the whole rows, then the differences."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student: Tensor,
+        teacher: Tensor,
+        row_weights: Tensor | None,
+        targets: Tensor | None,
+        temperature: float,
+        want_kl: bool,
+        keep: bool,
+        groups: Any,
+    ) -> tuple[Tensor | None, ...]:
+        """``targets`` are positions in the shard, -1 for those in another."""
+        kept = None if row_weights is None else row_weights != 0
+        reference, total = _statistics_op(student, teacher, row_weights, temperature).unbind(1)
+        # How a maximum over processes takes a NaN is not defined. The sums show it.
+        reference = torch.where(reference.isnan(), LOWEST, reference)
+        top = all_reduced(reference, groups, "max")
+        total = sum_in_order(total * torch.exp2(reference - top), groups)
+        parts, codes = _difference_op(
+            student, teacher, row_weights, temperature, top, 1.0 / total, want_kl, keep
+        )
+        if targets is not None:
+            parts = torch.cat([parts, _at_targets(student, targets, temperature)[None]])
+        tvd, sigma, *rest = all_reduced(parts, groups).unbind()
+        log_total = torch.log2(total)
+        s_lse, t_lse = ((top + log_total) * LN2).unbind()
+        kl = rest[0] + (log_total[0] - log_total[1]) * LN2 if want_kl else None
+        target_logit = None if targets is None else rest[-1]
+        values: tuple[Tensor | None, ...] = (tvd, s_lse, t_lse, kl, target_logit)
+        if kept is not None:
+            values = tuple(None if x is None else torch.where(kept, x, 0.0) for x in values)
+        s_rows, t_rows = (
+            torch.stack([top[i], 1.0 / total[i], sigma - 2.0 * tvd * i]) for i in (0, 1)
+        )
+        arguments = (student, teacher, row_weights, targets, temperature, want_kl, keep)
+        _save(ctx, arguments, (*values, s_rows, t_rows, codes), ctx.needs_input_grad)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Any, ...]:
+        """As of whole rows."""
+        return *_backward(ctx, *upstreams), None
+
+
+def _at_targets(student: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """The logit / T at targets in the shard, 0 for others."""
+    if not student.shape[1]:
+        return student.new_zeros(student.shape[0], dtype=torch.float32)
+    found = student.gather(1, targets.clamp(min=0)[:, None])[:, 0].to(torch.float32)
+    return torch.where(targets >= 0, found * (1.0 / temperature), 0.0)
+
+
+@torch.library.custom_op("tvd_torch::logits_statistics", mutates_args=())
+def _statistics_op(
+    student: Tensor, teacher: Tensor, row_weights: Tensor | None, temperature: float
+) -> Tensor:
+    """``[2, 2, tokens]``: of student and teacher, the reference of each row and its sum."""
+    rows = student.new_zeros((2, 2, student.shape[0]), dtype=torch.float32)
+    rows[:, 0] = LOWEST
+    if student.numel():
+        unused = student.new_empty((3, student.shape[0]), dtype=torch.float32)
+        nothing = unused[0, :0]
+        triton_launch.logits_forward(
+            student, teacher, row_weights, temperature, unused[0], rows[0], rows[1], unused[1],
+            unused[2], nothing, nothing, "ALONE",
+        )  # fmt: skip
+    return rows
+
+
+@_statistics_op.register_fake
+def _(student: Tensor, *_: Any) -> Tensor:
+    return student.new_empty((2, 2, student.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("tvd_torch::logits_difference", mutates_args=())
+def _difference_op(
+    student: Tensor,
+    teacher: Tensor,
+    row_weights: Tensor | None,
+    temperature: float,
+    reference: Tensor,
+    factor: Tensor,
+    want_kl: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    """Of the shards of rows whose reference and 1 / sum, ``[2, tokens]``, are given.
+
+    ``[2 or 3, tokens]``: the distance, the sum of ``p * sign(p - q)``, and, if wanted, the
+    divergence without the logarithm of the factors; and the codes.
+    """
+    tokens = student.shape[0]
+    parts = student.new_zeros((3 if want_kl else 2, tokens), dtype=torch.float32)
+    codes = _empty_codes(student, keep)
+    if student.numel():
+        s_rows, t_rows = (torch.stack([reference[i], factor[i], parts[1]]) for i in (0, 1))
+        unused = torch.empty_like(reference)
+        triton_launch.logits_forward(
+            student, teacher, row_weights, temperature, parts[0], s_rows, t_rows, unused[0],
+            unused[1], parts[2] if want_kl else parts[0, :0], codes, "GIVEN",
+        )  # fmt: skip
+        parts[1] = s_rows[2]
+    return parts, codes
+
+
+@_difference_op.register_fake
+def _(
+    student: Tensor,
+    teacher: Tensor,
+    row_weights: Tensor | None,
+    temperature: float,
+    reference: Tensor,
+    factor: Tensor,
+    want_kl: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor]:
+    shape = (3 if want_kl else 2, student.shape[0])
+    return student.new_empty(shape, dtype=torch.float32), _empty_codes(student, keep)
 
 
 # --- reduction -----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Total variation distance loss for PyTorch: the public function, its module and its autograd."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,10 +23,13 @@ from tvd_core.contract import (
     dtype_name,
     kernel_dtype_message,
     kernel_vocab_message,
+    no_compiled_forward_mode_message,
 )
-from tvd_torch import eager, triton_launch
+from tvd_torch import eager, sharded, triton_launch
 
 IMPLEMENTATIONS = ("triton", "eager")
+# Of others (fake tensors) only an operator knows what to make.
+_PLAIN = (Tensor, torch.nn.Parameter)
 _KERNEL_DTYPES = frozenset(getattr(torch, name) for name in KERNEL_DTYPES)
 
 
@@ -71,6 +75,8 @@ def tvd_loss(
     ignore_index: int = -100,
     weights: Tensor | None = None,
     normalizer: Tensor | float | None = None,
+    vocab_group: Any = None,
+    token_group: Any = None,
     implementation: str | None = None,
 ) -> Tensor:
     """Total variation distance between two distributions per token, reduced over the tokens.
@@ -97,6 +103,10 @@ def tvd_loss(
             positive number (Python's or NumPy's, in float32's range for every dtype of ``p``) or a
             0-d tensor on the device; a constant. For gradient accumulation and data-parallel
             training, where the count of all the batch's tokens divides.
+        vocab_group: ``torch.distributed.ProcessGroup`` whose processes hold the other columns of
+            these tokens' rows: the last dimension is this process's shard, and may be empty.
+        token_group: process group whose processes hold other tokens. The sum over tokens and the
+            divisor are then those of the group.
         implementation: ``"triton"`` (CUDA GPUs), ``"eager"``, or ``None`` to pick by device. A
             named one is used or the call fails.
 
@@ -104,18 +114,28 @@ def tvd_loss(
         float32 (float64 if an input is). ``batchmean`` is 0-d, sum over kept tokens / sum of kept
         weights, 0 if none is kept. ``sum``: 0-d. ``mean``: 0-d, ``batchmean / vocab`` as
         ``torch.nn.KLDivLoss`` defines its mean. ``per_token``: the leading shape. ``none``: the
-        shape of ``p``, ``0.5 * |p - q|`` times the weights.
+        shape of ``p``, ``0.5 * |p - q|`` times the weights. With groups every process returns the
+        loss of the whole inputs (``per_token`` and ``none``: its part), and its backward gives the
+        gradient of its own shard. DTensors, sharded over tokens, vocab or both or replicated, take
+        no group and give a DTensor.
 
     Raises:
-        ValueError: a shape, device, reduction, normalizer or implementation does not fit.
+        ValueError: a shape, device, mesh, reduction, normalizer or implementation does not fit.
         TypeError: something is not a dense tensor, or has the wrong dtype.
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation",
     ACL 2023; Leviathan et al., "Fast Inference from Transformers via Speculative Decoding",
     ICML 2023 (acceptance rate).
     """
-    normalizer = checked_normalizer(p, q, labels, weights, normalizer, reduction, ignore_index)
+    is_sharded = sharded.is_sharded(p, q, vocab_group, token_group)
+    normalizer = checked_normalizer(
+        p, q, labels, weights, normalizer, reduction, ignore_index, is_shard=is_sharded
+    )
     ignore_index = int(ignore_index)
+    if is_sharded:
+        shards = sharded.of(p, q, ("p", "q"), vocab_group, token_group)
+        constants = (labels, weights, normalizer)
+        return _sharded_loss(p, q, *constants, reduction, ignore_index, implementation, shards)
     labels = comparable(labels, ignore_index)
     chosen = choose_implementation(p, q, implementation)
     # Asked here, because ctx.needs_input_grad says yes under no_grad too.
@@ -125,14 +145,16 @@ def tvd_loss(
     if chosen == "eager":
         return _eager_loss(p, q, labels, weights, normalizer, reduction, ignore_index)
     arguments = (p, q, labels, weights, normalizer, reduction, ignore_index, want_gradient)
-    if torch.compiler.is_compiling():
-        if _forward_mode():
-            raise NotImplementedError(
-                "implementation 'triton' has no forward-mode derivative under torch.compile: use "
-                "implementation 'eager'"
-            )
+    if torch.compiler.is_compiling() or type(p) not in _PLAIN or type(q) not in _PLAIN:
+        if eager.forward_mode():
+            raise NotImplementedError(no_compiled_forward_mode_message("triton", "eager"))
         return _compiled_loss(*arguments)
-    if not want_gradient and not _transformed():
+    if eager.transformed():
+        from tvd_torch import transforms
+
+        row_weights = kept_weights(labels, weights, ignore_index, torch.float32)
+        return transforms.tvd_loss(p, q, row_weights, normalizer, reduction)
+    if not want_gradient:
         return triton_launch.forward(*arguments)[0]  # 15 us of host time less than through autograd
     loss: Tensor = _TritonLoss.apply(*arguments)
     return loss
@@ -148,6 +170,7 @@ def checked_normalizer(
     ignore_index: int,
     names: tuple[str, str] = ("p", "q"),
     reductions: tuple[str, ...] = REDUCTIONS,
+    is_shard: bool = False,
 ) -> Tensor | float | None:
     """Raises for inputs that the contract excludes; returns the normalizer, a number as a float."""
     arrays = {names[0]: p, names[1]: q, "labels": labels, "weights": weights}
@@ -165,25 +188,13 @@ def checked_normalizer(
         device_of=lambda tensor: tensor.device,
         names=names,
         reductions=reductions,
+        is_shard=is_shard,
     )
     for name, constant in (("weights", weights), ("normalizer", normalizer)):
         if isinstance(constant, Tensor) and constant.requires_grad:
             raise ValueError(constant_message(name))
     number: Tensor | float | None = as_number(normalizer)
     return number
-
-
-def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation has a say, which autograd would hear.
-
-    Private names: where a version of PyTorch has others, every call goes through autograd.
-    """
-    active = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
-    return _forward_mode() or active()
-
-
-def _forward_mode() -> bool:
-    return getattr(torch.autograd.forward_ad, "_current_level", 0) >= 0
 
 
 def comparable(labels: Tensor | None, ignore_index: int) -> Tensor | None:
@@ -226,10 +237,11 @@ class TVDLoss(torch.nn.Module):
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``.
         ignore_index: the label that marks an ignored token.
         implementation: ``"triton"``, ``"eager"``, or ``None`` to pick by device.
+        vocab_group, token_group: process groups, as for :func:`tvd_loss`.
 
     Raises:
         ValueError: an unknown reduction or implementation.
-        TypeError: ``ignore_index`` is not an int.
+        TypeError: ``ignore_index`` is not an int, or a group not a process group.
     """
 
     def __init__(
@@ -237,13 +249,18 @@ class TVDLoss(torch.nn.Module):
         reduction: str = "batchmean",
         ignore_index: int = -100,
         implementation: str | None = None,
+        *,
+        vocab_group: Any = None,
+        token_group: Any = None,
     ) -> None:
         super().__init__()
         check_reduction(reduction)
         check_ignore_index(ignore_index)
         check_implementation(implementation, IMPLEMENTATIONS)
+        sharded.check_groups(vocab_group, token_group)
         self.reduction = reduction
         self.ignore_index = ignore_index
+        self.vocab_group, self.token_group = vocab_group, token_group
         self.implementation = implementation
 
     def forward(
@@ -264,6 +281,8 @@ class TVDLoss(torch.nn.Module):
             ignore_index=self.ignore_index,
             weights=weights,
             normalizer=normalizer,
+            vocab_group=self.vocab_group,
+            token_group=self.token_group,
             implementation=self.implementation,
         )
 
@@ -273,6 +292,44 @@ class TVDLoss(torch.nn.Module):
             f"reduction={self.reduction!r}, ignore_index={self.ignore_index}, "
             f"implementation={self.implementation!r}"
         )
+
+
+# --- sharded -------------------------------------------------------------------------------------
+
+
+def _sharded_loss(
+    p: Tensor,
+    q: Tensor,
+    labels: Tensor | None,
+    weights: Tensor | None,
+    normalizer: Tensor | float | None,
+    reduction: str,
+    ignore_index: int,
+    implementation: str | None,
+    shards: sharded.Shards,
+) -> Tensor:
+    """Sums of local losses: a row's distance is that of its shards, added up."""
+    p, q, labels, weights, normalizer = (
+        sharded.local(x, shards.layout) for x in (p, q, labels, weights, normalizer)
+    )
+    choose_implementation(p, q, implementation)  # with no columns, too
+    vocab = p.shape[-1]
+    reduced = reduction not in ("none", "per_token")
+    inner = "sum" if reduced else reduction
+    options: dict[str, Any] = {"weights": weights, "ignore_index": ignore_index}
+    if vocab:
+        x = tvd_loss(p, q, labels, reduction=inner, implementation=implementation, **options)
+    else:
+        x = sharded.no_columns(p, q, inner)
+    if reduction != "none":
+        x = sharded.sum_over(x, shards.vocab)
+    if reduced:
+        dtype = eager.accumulation_dtype(p, q)
+        row_weights = kept_weights(comparable(labels, ignore_index), weights, ignore_index, dtype)
+        x = sharded.reduced(
+            x, row_weights, math.prod(p.shape[:-1]), normalizer, reduction, vocab, shards
+        )
+    return sharded.wrapped(x, shards)
 
 
 # --- eager ---------------------------------------------------------------------------------------

@@ -325,8 +325,12 @@ def logits_forward(
     teacher_lse: Tensor,
     kl: Tensor,
     codes: Tensor,
+    statistics: str = "COMPUTED",
 ) -> None:
-    """Runs the forward kernel of the losses from logits into tensors; empty ones are not wanted."""
+    """Runs the forward kernel of the losses from logits into tensors; empty ones are not wanted.
+
+    ``statistics`` is for shards of rows: ``ALONE``, then ``GIVEN``, as the kernel says.
+    """
     from tvd_core import logits_kernels
 
     tokens, vocab = student.shape
@@ -352,6 +356,7 @@ def logits_forward(
             KEEP_CODES=keep_codes,
             WANT_KL=want_kl,
             ALIGNED=vocab % 16 == 0,
+            STATISTICS=getattr(logits_kernels, statistics).value,
             num_warps=launch.warps,
             maxnreg=launch.registers,
             enable_fp_fusion=False,
