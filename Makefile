@@ -29,7 +29,7 @@ KIND := gpu
 JOBS ?= 0
 else
 CONSTRAINTS := constraints-cpu.txt
-EXTRAS := torch,jax,bench,examples,test,lint,docs
+EXTRAS := torch,jax,bench,peers,examples,test,lint,docs
 KIND := cpu
 JOBS ?= 2
 endif
