@@ -116,6 +116,14 @@ def test_the_functions_default_reduction_differs():
         assert inspect.signature(ours).parameters["reduction"].default == "batchmean"
 
 
+def test_logits_take_the_place_of_softmax(liger):
+    student, teacher = _logits(0), _logits(1)
+    theirs = liger.apply(student.softmax(-1), teacher.softmax(-1), LABELS)
+    ours = tvd_from_logits(student, teacher, LABELS)
+    torch.testing.assert_close(theirs, ours)
+    torch.testing.assert_close(_gradient(theirs, student), _gradient(ours, student))
+
+
 def test_fused_terms_agree(fused):
     student, teacher = _logits(0), _logits(1)
     ce, tvd = fused(student, teacher, LABELS)
