@@ -45,7 +45,7 @@ endif
 # JAX would take 75 % of the GPU's memory at its first use and leave PyTorch the rest.
 export XLA_PYTHON_CLIENT_PREALLOCATE ?= false
 
-.PHONY: help setup check-python bench test lint docs gpu-compile clean
+.PHONY: help setup check-python bench test lint docs matrix gpu-compile clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -93,6 +93,9 @@ docs: $(READY) ## build the documentation in build/docs, warnings as errors
 	@# Afresh: what a page warned of the last time would not be said again.
 	@JAX_PLATFORMS=cpu $(PY) -m sphinx -b html --fresh-env --fail-on-warning --keep-going --quiet \
 		docs build/docs
+
+matrix: ## a smoke test on each of Python 3.11 to 3.13 that this machine has
+	@.ci/matrix
 
 gpu-compile: $(READY) ## compile every kernel for Hopper and Blackwell without a GPU (downloads a plugin)
 	@echo "==> Compiling for Hopper and Blackwell"
