@@ -241,12 +241,18 @@ class JaxRoute(Route):
 
     @contextlib.contextmanager
     def running(self, **options: Any) -> Iterator[None]:
-        """The interpreter where the route needs it; usable again if a kernel raised in it."""
+        """The interpreter where the route needs it; usable again if a kernel raised in it.
+
+        One that runs already goes on with the options it has, such as its race detector.
+        """
         if not self.interpreted:
             yield
             return
         from tvd_jax import compat
 
+        if compat.interpreting():
+            yield
+            return
         try:
             with compat.interpret_mode(**options):
                 yield

@@ -39,6 +39,22 @@ def test_pallas_kernels_do_not_race(tokens: int, vocab: int, dtype: str) -> None
     jax.clear_caches()
 
 
+def test_a_route_leaves_the_detector_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A route turns the interpreter on for itself; the one that a test asked for has to win."""
+    from tvd_jax import compat
+
+    asked, original = [], compat.interpret_mode
+
+    def noting(**options: Any) -> Any:
+        asked.append(options)
+        return original(**options)
+
+    monkeypatch.setattr(compat, "interpret_mode", noting)
+    with ROUTE.running(detect_races=True):
+        ROUTE.loss(*inputs.rows(1, 600))
+    assert asked == [{"detect_races": True}]
+
+
 def _two_blocks_write(shared: bool) -> Any:
     """A kernel of two blocks that write the same element, or one each."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -62,12 +78,11 @@ def test_the_race_detector_finds_a_race() -> None:
     found = []
     for shared in (False, True):
         try:
-            with compat.interpret_mode(detect_races=True):
+            with ROUTE.running(detect_races=True):
                 jax.block_until_ready(_two_blocks_write(shared))
                 found.append(compat.races_found())
         except Exception as error:  # JAX 0.12 raises where older versions set a flag
             found.append("race" in str(error).lower())
-            compat.reset_interpreter()
     jax.clear_caches()
     assert found[0] is False
     if not found[1]:
