@@ -307,7 +307,8 @@ def widen_bfloat16(x: Any) -> Any:
 def signed_sum(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
     """``total + sign(d) * exponential``, and ``codes << 2`` with bit 0 if d != 0, bit 1 if d < 0.
 
-    5 instructions an element. |d| is below 2, so that the highest bit of its exponent is 0.
+    5 instructions an element. |d| is below 2, so that the highest bit of its exponent, which is
+    shifted in below the sign, is 0; where d is NaN the whole row is, and its codes mean nothing.
     """
     from jax.experimental.mosaic import gpu as mgpu
     from jax.extend.mlir import ir
