@@ -5,6 +5,7 @@ caller looks, are shorter and longer than a row here, as those of the kernels ca
 """
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from tvd_jax import compat, logits_pallas, pallas_kernels
+
+LN2 = math.log(2)
 
 
 def _selected(weights: Any, x: Any) -> Any:
@@ -58,24 +61,54 @@ def reduce(
     return per_token.sum(), jnp.float32(1)
 
 
+def _base_2(weights: Any, logits: Any, temperature: float) -> Any:
+    """Exponents of 2 of the softmax."""
+    return _selected(weights, logits.astype(jnp.float32)) / (temperature * LN2)
+
+
 def logits_forward(
     student: Any, teacher: Any, weights: Any, *, temperature: float, want_kl: bool, keep_codes: bool
 ):
-    s, t = (_selected(weights, x.astype(jnp.float32)) / temperature for x in (student, teacher))
-    p, q = jax.nn.softmax(s), jax.nn.softmax(t)
+    options = {"temperature": temperature, "want_kl": want_kl}
+    two = logits_statistics(student, teacher, weights, temperature=temperature)
+    given = jnp.stack([two[0][0], 1 / two[0][1], two[1][0], 1 / two[1][1]])
+    tvd, sigma, kl, codes = logits_differences(
+        student, teacher, weights, given, keep_codes=True, **options
+    )
+    lse = [_selected(weights, (x[0] + jnp.log2(x[1])) * LN2) for x in two]
+    if want_kl:
+        kl = _selected(weights, kl + (jnp.log2(given[3]) - jnp.log2(given[1])) * LN2)
+    rows = [jnp.stack([*given[:2], sigma]), jnp.stack([*given[2:], sigma - 2 * tvd])]
+    return tvd, *rows, *lse, kl, codes if keep_codes else None
+
+
+def logits_statistics(student: Any, teacher: Any, weights: Any, *, temperature: float):
+    exponents = [_base_2(weights, x, temperature) for x in (student, teacher)]
+    references = [jnp.maximum(x.max(-1), -3e38) for x in exponents]
+    both = zip(exponents, references, strict=True)
+    return tuple(jnp.stack([r, jnp.exp2(x - r[:, None]).sum(-1)]) for x, r in both)
+
+
+def logits_differences(
+    student: Any,
+    teacher: Any,
+    weights: Any,
+    given: Any,
+    *,
+    temperature: float,
+    want_kl: bool,
+    keep_codes: bool,
+):
+    s, t = (_base_2(weights, x, temperature) for x in (student, teacher))
+    s, t = s - given[0][:, None], t - given[2][:, None]
+    p, q = jnp.exp2(s) * given[1][:, None], jnp.exp2(t) * given[3][:, None]
     signs = jnp.sign(p - q)
-    tvd = 0.5 * jnp.abs(p - q).sum(-1)
-    rows = [
-        jnp.stack(
-            [x.max(-1), 1 / jnp.exp(x - x.max(-1, keepdims=True)).sum(-1), (y * signs).sum(-1)]
-        )
-        for x, y in ((s, p), (t, q))
-    ]
-    lse = [jax.nn.logsumexp(x, axis=-1) for x in (s, t)]
-    kl = jnp.where(q == 0, 0, q * (jax.nn.log_softmax(t) - jax.nn.log_softmax(s))).sum(-1)
-    values = [_selected(weights, x) for x in (tvd, *lse, kl)]
-    codes = jnp.pad(signs.astype(jnp.int8), ((0, 0), (0, s.shape[1] // 2))) if keep_codes else None
-    return values[0], *rows, *values[1:3], values[3] if want_kl else None, codes
+    tvd = _selected(weights, 0.5 * jnp.abs(p - q).sum(-1))
+    kl = _selected(weights, jnp.where(q == 0, 0, q * (t - s)).sum(-1) * LN2) if want_kl else None
+    if not keep_codes:
+        return tvd, None, kl, None
+    codes = jnp.pad(signs.astype(jnp.int8), ((0, 0), (0, s.shape[1] // 2)))
+    return tvd, _selected(weights, (p * signs).sum(-1)) + 0 * tvd, kl, codes
 
 
 def logits_backward(
@@ -96,8 +129,7 @@ def logits_backward(
     is_student: bool,
 ):
     def softmax(x: Any, of: Any) -> Any:
-        x = _selected(weights, x.astype(jnp.float32)) / temperature
-        return jnp.exp(x - of[0][:, None]) * of[1][:, None]
+        return jnp.exp2(_base_2(weights, x, temperature) - of[0][:, None]) * of[1][:, None]
 
     p = softmax(logits, rows)
     half = (0.5 if is_student else -0.5) * tvd_upstream
@@ -117,7 +149,12 @@ def logits_backward(
 def in_place_of_pallas() -> Iterator[None]:
     """Calls of implementation ``"pallas"`` run these."""
     ours = {"forward": forward, "backward": backward, "reduce": reduce}
-    of_logits = {"logits_forward": logits_forward, "logits_backward": logits_backward}
+    of_logits = {
+        "logits_forward": logits_forward,
+        "logits_statistics": logits_statistics,
+        "logits_differences": logits_differences,
+        "logits_backward": logits_backward,
+    }
     with (
         compat.assume_cuda(),
         mock.patch.multiple(pallas_kernels, **ours),

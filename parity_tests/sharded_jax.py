@@ -31,7 +31,6 @@ import tvd_jax
 from parity_tests import inputs, jnp_kernels, logits_oracle, oracle
 from parity_tests.logits_budget import logits
 from parity_tests.routes import JaxRoute, Result
-from tvd_jax import compat
 
 TOKENS, VOCAB = 16, 64
 # Over tokens, over the vocab, over both, over two axes at once, and not at all.
@@ -179,9 +178,9 @@ def distributions(**options: Any) -> dict[str, Any]:
     return {"p": p, "q": q, "labels": inputs.labels_for(TOKENS)}
 
 
-def check_every_spec(how: str, spec: Any) -> None:
+def check_every_spec(how: str, spec: Any, implementation: str = "xla") -> None:
     """Labels, weights and a divisor; the default reduction and one value a token."""
-    route = ShardedRoute(how, spec)
+    route = ShardedRoute(how, spec, implementation)
     weights = inputs.weights_for(TOKENS)
     oracle.check(route, **distributions(), weights=weights, upstream=1 / 3)
     check_not_gathered(route.hlo)
@@ -212,6 +211,10 @@ for _how in ("shard_map", "unchecked", "inside", "auto", "explicit"):
     for _spec in SPECS:
         if _how == "explicit" or _spec is not REPLICATED:
             CASES[f"{_how} {spell(_spec)}"] = functools.partial(check_every_spec, _how, _spec)
+        if (_spec is BOTH and _how != "auto") or (_how == "shard_map" and _spec is not REPLICATED):
+            CASES[f"{_how} kernels {spell(_spec)}"] = functools.partial(
+                check_every_spec, _how, _spec, "pallas"
+            )
 
 
 @case("reductions")
@@ -263,11 +266,22 @@ def _() -> None:
 @case("losses made of the rows")
 def _() -> None:
     """The relatives, their statistics too, against one device; labels of other shards' logits."""
+    check_losses_made_of_the_rows("xla")
+
+
+@case("kernels: losses made of the rows")
+def _() -> None:
+    with jnp_kernels.in_place_of_pallas():
+        check_losses_made_of_the_rows("pallas")
+
+
+def check_losses_made_of_the_rows(implementation: str) -> None:
     s, t = (jnp.asarray(x) for x in logits(TOKENS, VOCAB, masked=0.0))
     labels = jnp.asarray(inputs.labels_for(TOKENS) % VOCAB).at[1].set(VOCAB).at[2].set(-100)
     for name in ("acceptance_loss", "hybrid_loss", "cross_entropy_tvd_loss", "tvd_from_logits"):
         options = {"reduction": "per_token", "temperature": 0.5}
         options |= {"return_stats": True} if name == "tvd_from_logits" else {}
+        options["implementation"] = implementation
 
         def of(s: Any, t: Any, name: str = name, options: Any = options, **axes: Any) -> Any:
             def total(s: Any, t: Any, labels: Any) -> Any:
@@ -415,9 +429,6 @@ def _() -> None:
             assert "q must be sharded as p" in str(found), found
         else:
             raise AssertionError("p and q are spread differently")
-    with compat.assume_cuda():
-        words = "takes whole rows of logits, got rows spread over mesh axis v"
-        raises(ValueError, words, tvd_jax.tvd_from_logits, axis_name="v", implementation="pallas")
 
 
 def main() -> None:

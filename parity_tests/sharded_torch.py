@@ -1,7 +1,8 @@
-"""What test_sharded_torch.py tests: ``python -m parity_tests.sharded_torch DIRECTORY [CASE ...]``.
+"""Runs sharded calls for tests: ``python -m parity_tests.sharded_torch DIRECTORY [CASE ...]``.
 
 Runs in 4 processes. To start them takes longer than most cases, so one group runs them all, and
-writes down what failed.
+writes down what failed. They share the first GPU if they see one, and talk through gloo there too:
+NCCL takes no two processes on a GPU.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ from parity_tests.logits_budget import logits
 from parity_tests.routes import Result, TorchRoute
 
 PROCESSES = 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -34,7 +36,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 @functools.cache
 def mesh(*shape: int) -> Any:
-    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("tokens", "vocab")[: len(shape)])
+    return dist.init_device_mesh(DEVICE, shape, mesh_dim_names=("tokens", "vocab")[: len(shape)])
 
 
 # --- routes: the whole inputs go in, and the whole results come out ------------------------------
@@ -101,13 +103,11 @@ class GroupRoute(TorchRoute):
         shape = whole[: result.dim()]
         at = (self.rows, self.columns)[: result.dim()]
         # The local part with its gradient, and beside it what the others hold.
-        part = torch.zeros(shape, dtype=result.dtype).index_put(
-            tuple(torch.meshgrid(*(torch.arange(n)[s] for n, s in zip(shape, at, strict=True)),
-                                 indexing="ij")), result
-        )  # fmt: skip
+        indices = (torch.arange(n)[s] for n, s in zip(shape, at, strict=True))
+        part = result.new_zeros(shape).index_put(torch.meshgrid(*indices, indexing="ij"), result)
         everything = part.detach() / (self.copies if result.dim() == 1 else 1)
         dist.all_reduce(everything)
-        others = torch.ones(shape, dtype=torch.bool)
+        others = torch.ones(shape, dtype=torch.bool, device=result.device)
         others[at] = False
         return torch.where(others, everything, part)
 
@@ -312,13 +312,14 @@ def elements_of_logits() -> None:
         compare(route, "tvd_from_logits", *logits(TOKENS, VOCAB), LABELS, rtol=1e-4, **options)
 
 
-# In the interpreter, where a call takes a second.
+# In the interpreter a call takes a second, for short rows.
+LONG = 50257 if DEVICE == "cuda" else VOCAB
 
 
 @case
 def triton_probabilities() -> None:
-    p, q = inputs.rows(3, VOCAB)
-    route = GroupRoute("triton", [0, 1, 3], [0, 40, VOCAB])
+    p, q = inputs.rows(3, LONG)
+    route = GroupRoute("triton", [0, 1, 3], [0, LONG // 2 + 3, LONG])
     oracle.check(route, p, q, LABELS[:3], reduction="mean", weights=WEIGHTS[:3])
 
 
@@ -326,9 +327,9 @@ def triton_probabilities() -> None:
 def triton_logits() -> None:
     from torch.distributed.tensor import Shard
 
-    s, t = logits(2, VOCAB)
+    s, t = logits(2, LONG)
     for route in (
-        GroupRoute("triton", [0, 2], [0, 1, 30, 30, VOCAB]),
+        GroupRoute("triton", [0, 2], [0, 1, LONG // 3, LONG // 3, LONG]),
         two_d("triton", [Shard(0), Shard(1)]),
     ):
         logits_oracle.check(route, s, t, LABELS[2:4], temperature=1.5)
@@ -336,8 +337,8 @@ def triton_logits() -> None:
 
 @case
 def triton_other_losses() -> None:
-    s, t = logits(2, VOCAB, masked=0.0)
-    route = GroupRoute("triton", [0, 1, 2], [0, 40, VOCAB])
+    s, t = logits(2, LONG, masked=0.0)
+    route = GroupRoute("triton", [0, 1, 2], [0, LONG // 2 + 3, LONG])
     for function in ("hybrid_loss", "cross_entropy_tvd_loss"):
         compare(route, function, s, t, LABELS[3:], temperature=1.5)
 
@@ -615,6 +616,8 @@ def bad_arguments_are_refused() -> None:
 def work(rank: int, directory: str, chosen: list[str]) -> None:
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # Triton's interpreter computes in NumPy
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/rendezvous",
@@ -634,7 +637,8 @@ def work(rank: int, directory: str, chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    os.environ["TRITON_INTERPRET"] = "1"
+    if DEVICE == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     torch.multiprocessing.spawn(
         work, (sys.argv[1], sys.argv[2:] or list(CASES)), nprocs=PROCESSES, join=True
     )

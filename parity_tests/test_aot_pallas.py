@@ -67,6 +67,24 @@ def test_logits_lower_for_cuda(loss, vocab, s_dtype, t_dtype):
     }
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_of_shards_lower_for_cuda(dtype):
+    def function(student, teacher):
+        def of(*logits):
+            return tvd_jax.hybrid_loss(*logits, implementation="pallas", axis_name="shards")
+
+        return jax.value_and_grad(of, (0, 1))(student, teacher)
+
+    over = jax.vmap(function, axis_name="shards")
+    logits = (jax.ShapeDtypeStruct((2, TOKENS, 9001), dtype) for _ in range(2))
+    module = _lower(over, *logits)
+    assert set(re.findall(r"logits_(?:forward|statistics|differences|backward)", module)) == {
+        "logits_statistics",
+        "logits_differences",
+        "logits_backward",
+    }
+
+
 def test_nothing_of_input_size_is_written_without_gradient():
     module = _lower(Case(4096, grad=False).function(), *Case(4096).arguments())
     calls = [line for line in module.splitlines() if "mosaic_gpu" in line]

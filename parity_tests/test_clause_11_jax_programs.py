@@ -102,18 +102,17 @@ def test_clause_11_jax_kernels_under_shard_map(jax_kernel_route: Route, function
     arrays = pair(function, 16, 4096)
     labels = jnp.asarray(inputs.labels_for(16))
     mesh = jax.make_mesh((1, 1), ("t", "v"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    axes = {"token_axis_name": "t", "axis_name": "v" if function == "tvd_loss" else None}
+    axes = {"token_axis_name": "t", "axis_name": "v"}
 
     def of(p: Any, q: Any, labels: Any, **options: Any) -> Any:
         return jax_kernel_route.call(p, q, labels, function=function, **options)
 
     right = jax.jit(jax.value_and_grad(of, (0, 1)))(*arrays, labels)
     for check_vma in (True, False):
-        spec = P("t", "v") if function == "tvd_loss" else P("t", None)
         over = jax.shard_map(
             lambda p, q, labels: of(p, q, labels, **axes),
             mesh=mesh,
-            in_specs=(spec, spec, P("t")),
+            in_specs=(P("t", "v"), P("t", "v"), P("t")),
             out_specs=P(),
             check_vma=check_vma,
         )

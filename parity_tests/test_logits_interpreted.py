@@ -5,6 +5,7 @@ XLA's pool, and waits there, so that the pool must have more threads than two co
 """
 
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -12,13 +13,14 @@ from parity_tests import child, routes
 
 CODE = """
 import numpy as np
-from parity_tests import logits_oracle, routes
+from parity_tests import logits_oracle, routes, vmapped_shards
 from parity_tests.logits_budget import logits
+route = {route}
 s, t = logits({tokens}, {vocab})
 s, t = s.astype(np.float32), t.astype(np.float32)
 labels = np.zeros({tokens}, np.int32)
 {change}
-logits_oracle.check(routes.get("jax-pallas"), s, t, labels, upstream=-1.75, wrt={wrt!r})
+logits_oracle.check(route, s, t, labels, upstream=-1.75, wrt={wrt!r})
 print("checked")
 """
 
@@ -41,5 +43,15 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Pallas's interp
     ids=["two-tiles", "ignored-and-again"],
 )
 def test_logits_in_pallas_interpreter(tokens: int, vocab: int, wrt: str, change: str) -> None:
-    code = CODE.format(tokens=tokens, vocab=vocab, wrt=wrt, change=change)
+    check('routes.get("jax-pallas")', tokens=tokens, vocab=vocab, wrt=wrt, change=change)
+
+
+def test_logits_shards_in_pallas_interpreter() -> None:
+    """Two tokens of two shards, one of which holds nothing of the first."""
+    route = 'vmapped_shards.VmappedShards("pallas", 2)'
+    check(route, tokens=2, vocab=1202, wrt="p", change="s[0, 601:] = -np.inf")
+
+
+def check(route: str, **values: Any) -> None:
+    code = CODE.format(route=route, **values)
     assert child.run(code, JAX_NUM_CPU_DEVICES="8").endswith("checked")

@@ -222,6 +222,21 @@ def test_logits_hybrid_loss_of_eta_0_is_torchs_divergence(logits_route: Route) -
 # --- cross_entropy_tvd_loss ----------------------------------------------------------------------
 
 
+def of_cross_entropy(labels: np.ndarray, ce_weight: float, tvd_weight: float) -> Any:
+    def values(budget: Any) -> Any:
+        log_p = budget.student.log_p
+        at = np.where(labels == -100, 0, labels)
+        entropy = -log_p[np.arange(labels.size), at]
+        per_token = ce_weight * entropy + tvd_weight * budget.rows.tvd
+        # The label's logit and the log-sum-exp are rounded before they are subtracted.
+        size = np.abs(budget.rows.student_lse) + np.abs(entropy - budget.rows.student_lse)
+        own = U32 * (8 + 4 * ce_weight * size / np.where(per_token == 0, 1.0, per_token))
+        partials = {"student_lse": ce_weight, "tvd": tvd_weight, "target": -ce_weight}
+        return per_token, own, {k: np.full(labels.size, float(v)) for k, v in partials.items()}
+
+    return values
+
+
 @pytest.mark.parametrize(
     ("reduction", "factors"), inputs.latin(TOKEN_REDUCTIONS, [(1.0, 1.0), (0.25, 3), (0, 1)])
 )
@@ -229,20 +244,9 @@ def test_logits_cross_entropy_and_distance(
     logits_route: Route, reduction: str, factors: tuple[float, float]
 ) -> None:
     ce_weight, tvd_weight = factors
-
-    def values(budget: Any) -> Any:
-        log_p = budget.student.log_p
-        at = np.where(LABELS == -100, 0, LABELS)
-        entropy = -log_p[np.arange(TOKENS), at]
-        per_token = ce_weight * entropy + tvd_weight * budget.rows.tvd
-        # The label's logit and the log-sum-exp are rounded before they are subtracted.
-        size = np.abs(budget.rows.student_lse) + np.abs(entropy - budget.rows.student_lse)
-        own = U32 * (8 + 4 * ce_weight * size / np.where(per_token == 0, 1.0, per_token))
-        partials = {"student_lse": ce_weight, "tvd": tvd_weight, "target": -ce_weight}
-        return per_token, own, {k: np.full(TOKENS, float(v)) for k, v in partials.items()}
-
     options = {"weights": WEIGHTS, "reduction": reduction, "temperature": 1.5}
     options |= {"ce_weight": ce_weight, "tvd_weight": tvd_weight}
+    values = of_cross_entropy(LABELS, ce_weight, tvd_weight)
     check_tokens(logits_route, "cross_entropy_tvd_loss", values, **options)
 
 

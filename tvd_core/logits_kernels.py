@@ -180,6 +180,31 @@ def _row_sum(lanes, shift, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _statistics(s_row, t_row, kept, shift, end, readable, scale, ALIGNED: tl.constexpr):
+    """The reference of each row, and the sum of its exponentials relative to it."""
+    s_highest = _first_reference(s_row, shift, end, readable, scale, ALIGNED)
+    t_highest = _first_reference(t_row, shift, end, readable, scale, ALIGNED)
+    s_total, t_total = _totals(
+        s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
+    )
+    s_sum = _row_sum(s_total, shift, ALIGNED)
+    t_sum = _row_sum(t_total, shift, ALIGNED)
+    within = (s_sum < HIGHEST_SUM) & (t_sum < HIGHEST_SUM)
+    if tl.where(kept & (within == 0), 1, 0) > 0:
+        # The sample was far below the maximum, or there is a NaN: once more from the maximum.
+        s_highest = _maximum(s_row, shift, end, readable, ALIGNED) * scale
+        t_highest = _maximum(t_row, shift, end, readable, ALIGNED) * scale
+        s_highest = tl.maximum(s_highest, LOWEST)
+        t_highest = tl.maximum(t_highest, LOWEST)
+        s_total, t_total = _totals(
+            s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
+        )
+        s_sum = _row_sum(s_total, shift, ALIGNED)
+        t_sum = _row_sum(t_total, shift, ALIGNED)
+    return s_highest, s_sum, t_highest, t_sum
+
+
+@triton.jit
 def _difference_tile(
     s_row,
     t_row,
@@ -235,12 +260,65 @@ def _difference_tile(
     return distance, sigma, divergence
 
 
+@triton.jit
+def _differences(
+    s_row,
+    t_row,
+    codes_row,
+    shift,
+    end,
+    readable,
+    scale,
+    s_reference,
+    s_factor,
+    t_reference,
+    t_factor,
+    ALIGNED: tl.constexpr,
+    KEEP_CODES: tl.constexpr,
+    WANT_KL: tl.constexpr,
+):
+    """What ``_difference_tile`` adds up over a row, by lane, from the row's first element on."""
+    distance = tl.zeros([LANES], tl.float32)
+    sigma = tl.zeros([LANES], tl.float32)
+    divergence = tl.zeros([LANES], tl.float32)
+    full = end // TILE * TILE
+    first = 0 if ALIGNED else TILE
+    if not ALIGNED:  # noqa: SIM102 (known when compiling)
+        if full > 0:
+            distance, sigma, divergence = _difference_tile(
+                s_row, t_row, codes_row, 0, shift, end, readable, scale,
+                s_reference, s_factor, t_reference, t_factor, distance, sigma, divergence,
+                True, ALIGNED, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
+    for start in range(first, full, TILE):
+        distance, sigma, divergence = _difference_tile(
+            s_row, t_row, codes_row, start, shift, end, readable, scale,
+            s_reference, s_factor, t_reference, t_factor, distance, sigma, divergence,
+            False, ALIGNED, KEEP_CODES, WANT_KL,
+        )  # fmt: skip
+    if full < end:
+        distance, sigma, divergence = _difference_tile(
+            s_row, t_row, codes_row, full, shift, end, readable, scale,
+            s_reference, s_factor, t_reference, t_factor, distance, sigma, divergence,
+            True, ALIGNED, KEEP_CODES, WANT_KL,
+        )  # fmt: skip
+    if not ALIGNED:
+        rotation = (tl.arange(0, LANES) + shift) % LANES
+        distance = tl.gather(distance, rotation, 0)
+        if KEEP_CODES:
+            sigma = tl.gather(sigma, rotation, 0)
+        if WANT_KL:
+            divergence = tl.gather(divergence, rotation, 0)
+    return distance, sigma, divergence
+
+
 # Numbers are not specialized, so that none of them compiles a new kernel.
 @triton.jit(do_not_specialize=["tokens", "vocab"])
 def logits_forward_kernel(
     s_ptr,
     t_ptr,
     weights_ptr,
+    given_ptr,
     scale,
     tokens,
     vocab,
@@ -255,7 +333,7 @@ def logits_forward_kernel(
     KEEP_CODES: tl.constexpr,
     WANT_KL: tl.constexpr,
     ALIGNED: tl.constexpr,
-    STATISTICS: tl.constexpr = 0,
+    STATISTICS: tl.constexpr,
 ):
     """tvd[row] = 0.5 * sum_v |softmax(s)_v - softmax(t)_v| for logits s / T and t / T.
 
@@ -265,9 +343,10 @@ def logits_forward_kernel(
     sum_v p_v * sign(p_v - q_v), or with q_v in t_rows. lse is the log-sum-exp of x / T, divergence
     KL(q || p), both in nats.
 
-    STATISTICS ALONE: only the references, and the sums where the factors would be, are computed.
-    GIVEN: references and factors are there already, of rows of which these are shards; the
-    divergence lacks log(t_factor / s_factor).
+    STATISTICS ALONE: writes the references, and the sums where the factors would be, nothing else.
+    GIVEN: ``given`` is [2, 2, tokens], the reference and factor of s and of t, of rows of which
+    these are shards. Writes the shard's part of the distance, of sum_v p_v * sign(p_v - q_v) into
+    s_rows, and of the divergence, which lacks log(t_factor / s_factor); nothing else.
     """
     vocab = _known_multiple(vocab, ALIGNED)
     scale = tl.cast(scale, tl.float32)
@@ -287,87 +366,46 @@ def logits_forward_kernel(
         t_row = t_ptr + base
         codes_row = codes_ptr + row * codes_bytes
 
-        summed = 0 if STATISTICS == GIVEN else end  # where what is summed ends
-        s_highest = _first_reference(s_row, shift, summed, readable, scale, ALIGNED)
-        t_highest = _first_reference(t_row, shift, summed, readable, scale, ALIGNED)
-        s_total, t_total = _totals(
-            s_row, t_row, s_highest, t_highest, shift, summed, readable, scale, ALIGNED
-        )
-        s_sum = _row_sum(s_total, shift, ALIGNED)
-        t_sum = _row_sum(t_total, shift, ALIGNED)
-        within = (s_sum < HIGHEST_SUM) & (t_sum < HIGHEST_SUM)
-        if tl.where(kept & (within == 0), 1, 0) > 0:
-            # The sample was far below the maximum, or there is a NaN: once more from the maximum.
-            s_highest = _maximum(s_row, shift, end, readable, ALIGNED) * scale
-            t_highest = _maximum(t_row, shift, end, readable, ALIGNED) * scale
-            s_highest = tl.maximum(s_highest, LOWEST)
-            t_highest = tl.maximum(t_highest, LOWEST)
-            s_total, t_total = _totals(
-                s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
-            )
-            s_sum = _row_sum(s_total, shift, ALIGNED)
-            t_sum = _row_sum(t_total, shift, ALIGNED)
-        s_factor = tl.div_rn(1.0, s_sum)
-        t_factor = tl.div_rn(1.0, t_sum)
         if STATISTICS == GIVEN:
-            s_highest, t_highest = tl.load(s_rows_ptr + row), tl.load(t_rows_ptr + row)
-            s_factor = tl.load(s_rows_ptr + tokens + row)
-            t_factor = tl.load(t_rows_ptr + tokens + row)
-        if STATISTICS == ALONE:
-            s_factor, t_factor, end = s_sum, t_sum, 0
+            s_highest, s_factor = tl.load(given_ptr + row), tl.load(given_ptr + tokens + row)
+            t_given_ptr = given_ptr + 2 * tl.cast(tokens, tl.int64)
+            t_highest, t_factor = tl.load(t_given_ptr + row), tl.load(t_given_ptr + tokens + row)
+        else:
+            s_highest, s_sum, t_highest, t_sum = _statistics(
+                s_row, t_row, kept, shift, end, readable, scale, ALIGNED
+            )
+            if STATISTICS == ALONE:
+                s_factor, t_factor = s_sum, t_sum
+            else:
+                s_factor, t_factor = tl.div_rn(1.0, s_sum), tl.div_rn(1.0, t_sum)
+                s_lse = (s_highest - _log2(s_factor)) * LN2
+                t_lse = (t_highest - _log2(t_factor)) * LN2
+                tl.store(s_lse_ptr + row + one, tl.where(kept, s_lse, 0.0) + 0.0 * one)
+                tl.store(t_lse_ptr + row + one, tl.where(kept, t_lse, 0.0) + 0.0 * one)
+            tl.store(s_rows_ptr + row + one, tl.where(kept, s_highest, 0.0) + 0.0 * one)
+            tl.store(t_rows_ptr + row + one, tl.where(kept, t_highest, 0.0) + 0.0 * one)
+            tl.store(s_rows_ptr + tokens + row + one, tl.where(kept, s_factor, 1.0) + 0.0 * one)
+            tl.store(t_rows_ptr + tokens + row + one, tl.where(kept, t_factor, 1.0) + 0.0 * one)
 
-        distance = tl.zeros([LANES], tl.float32)
-        sigma = tl.zeros([LANES], tl.float32)
-        divergence = tl.zeros([LANES], tl.float32)
-        full = end // TILE * TILE
-        first = 0 if ALIGNED else TILE
-        if not ALIGNED:  # noqa: SIM102 (known when compiling)
-            if full > 0:
-                distance, sigma, divergence = _difference_tile(
-                    s_row, t_row, codes_row, 0, shift, end, readable, scale,
-                    s_highest, s_factor, t_highest, t_factor, distance, sigma, divergence,
-                    True, ALIGNED, KEEP_CODES, WANT_KL,
-                )  # fmt: skip
-        for start in range(first, full, TILE):
-            distance, sigma, divergence = _difference_tile(
-                s_row, t_row, codes_row, start, shift, end, readable, scale,
-                s_highest, s_factor, t_highest, t_factor, distance, sigma, divergence,
-                False, ALIGNED, KEEP_CODES, WANT_KL,
+        if STATISTICS != ALONE:
+            distance, sigma, divergence = _differences(
+                s_row, t_row, codes_row, shift, end, readable, scale,
+                s_highest, s_factor, t_highest, t_factor, ALIGNED, KEEP_CODES, WANT_KL,
             )  # fmt: skip
-        if full < end:
-            distance, sigma, divergence = _difference_tile(
-                s_row, t_row, codes_row, full, shift, end, readable, scale,
-                s_highest, s_factor, t_highest, t_factor, distance, sigma, divergence,
-                True, ALIGNED, KEEP_CODES, WANT_KL,
-            )  # fmt: skip
-        if not ALIGNED:
-            rotation = (tl.arange(0, LANES) + shift) % LANES
-            distance = tl.gather(distance, rotation, 0)
+            value = tl.where(kept, _sum_lanes(distance) * 0.5, 0.0)
+            tl.store(distance_ptr + row + one, value)
             if KEEP_CODES:
-                sigma = tl.gather(sigma, rotation, 0)
+                # NaN where the value is NaN, though no comparison was true there.
+                s_sigma = tl.where(kept, _sum_lanes(sigma) * s_factor, 0.0) + value * 0.0
+                tl.store(s_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, s_sigma)
+                if STATISTICS == COMPUTED:
+                    t_sigma = s_sigma - 2.0 * value
+                    tl.store(t_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, t_sigma)
             if WANT_KL:
-                divergence = tl.gather(divergence, rotation, 0)
-        value = tl.where(kept, _sum_lanes(distance) * 0.5, 0.0)
-        tl.store(distance_ptr + row + one, value)
-        tl.store(s_rows_ptr + row + one, tl.where(kept, s_highest, 0.0) + 0.0 * one)
-        tl.store(t_rows_ptr + row + one, tl.where(kept, t_highest, 0.0) + 0.0 * one)
-        tl.store(s_rows_ptr + tokens + row + one, tl.where(kept, s_factor, 1.0) + 0.0 * one)
-        tl.store(t_rows_ptr + tokens + row + one, tl.where(kept, t_factor, 1.0) + 0.0 * one)
-        s_lse = (s_highest - _log2(s_factor)) * LN2
-        t_lse = (t_highest - _log2(t_factor)) * LN2
-        tl.store(s_lse_ptr + row + one, tl.where(kept, s_lse, 0.0) + 0.0 * one)
-        tl.store(t_lse_ptr + row + one, tl.where(kept, t_lse, 0.0) + 0.0 * one)
-        if KEEP_CODES:
-            # NaN where the value is NaN, though no comparison was true there.
-            s_sigma = tl.where(kept, _sum_lanes(sigma) * s_factor, 0.0) + value * 0.0
-            tl.store(s_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, s_sigma)
-            t_sigma = s_sigma - 2.0 * value
-            tl.store(t_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, t_sigma)
-        if WANT_KL:
-            value = _sum_lanes(divergence)
-            if STATISTICS != GIVEN:
-                value += _log2(t_factor) - _log2(s_factor)
-            tl.store(divergence_ptr + row + one, tl.where(kept, value * LN2, 0.0))
+                value = _sum_lanes(divergence)
+                if STATISTICS == COMPUTED:
+                    value += _log2(t_factor) - _log2(s_factor)
+                tl.store(divergence_ptr + row + one, tl.where(kept, value * LN2, 0.0))
 
 
 @triton.jit

@@ -125,8 +125,7 @@ def tvd_from_logits(
         return_stats: whether to return ``TVDStats`` too.
         axis_name, token_axis_name: inside ``jax.shard_map``, the mesh axes over which the vocab and
             the tokens are spread, as for :func:`tvd_loss`; labels stay positions in the whole row.
-            A few numbers a token are exchanged, never the logits. Rows that are spread are
-            XLA's only, which ``implementation=None`` then picks.
+            A few numbers a token are exchanged, never the logits.
         implementation: ``"pallas"``, ``"triton"``, ``"xla"``, or ``None`` to pick by
             device. A named one is used or the call fails.
 
@@ -420,7 +419,7 @@ def _checked(
     if spec is not None:
         sharded.check_same_spec(_NAMES, (student, teacher), spec)
         axes = sharded.axes_of_spec(spec)
-    functions = _functions(student_logits, teacher_logits, implementation, reduction, axes.vocab)
+    functions = _functions(student_logits, teacher_logits, implementation, reduction)
     weights = as_constant("weights", weights)
     normalizer = as_constant("normalizer", as_number(normalizer))
     dtype = xla.accumulation_dtype(student, teacher)
@@ -443,18 +442,12 @@ def _functions(
     teacher_logits: Any,
     implementation: str | None,
     reduction: str,
-    vocab_axes: tuple[str, ...],
 ) -> tuple[Callable[..., Rows], Callable[..., jax.Array]]:
     """``rows`` and ``reduce_tokens``: the one place where implementations are looked up."""
     chosen = choose_implementation(student_logits, teacher_logits, implementation, _NAMES)
     if chosen != "xla" and reduction == "none" and implementation is not None:
         raise ValueError(no_elements_message(chosen, "xla"))
-    if chosen != "xla" and vocab_axes and implementation is not None:
-        raise ValueError(
-            f"implementation {chosen!r} takes whole rows of logits, got rows spread over mesh axis "
-            f"{', '.join(vocab_axes)}: use implementation 'xla', or spread the tokens instead"
-        )
-    if chosen == "xla" or reduction == "none" or vocab_axes or student_logits.size == 0:
+    if chosen == "xla" or reduction == "none" or student_logits.size == 0:
         return logits_xla.rows, logits_xla.reduce_tokens
     from tvd_jax import logits_rows
 

@@ -10,6 +10,7 @@ A row is read twice: for the sums of both softmaxes, then for the difference. If
 whole row, the second time reads shared memory, else L2.
 """
 
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,14 @@ HIGHEST_SUM = 2.0**100
 SAMPLE = config.LOGITS_SAMPLE
 LN2 = 0.6931471805599453
 _ADD, _MAX = "add", "max"
+
+
+class _Statistics(enum.Enum):
+    """Where references and factors of rows come from, as for the Triton kernel; a kernel's name."""
+
+    COMPUTED = "logits_forward"
+    ALONE = "logits_statistics"  # computed, and nothing else
+    GIVEN = "logits_differences"
 
 
 def _i32(x: int) -> Any:
@@ -215,6 +224,68 @@ def logits_forward(
     keep_codes: bool,
 ) -> tuple[Any, ...]:
     """See :func:`tvd_jax.triton_launch.logits_forward`."""
+    named = _forward(
+        student, teacher, row_weights, None, temperature, want_kl, keep_codes, _Statistics.COMPUTED
+    )
+    first = tuple(named[name] for name in ("tvd", "s_rows", "t_rows", "s_lse", "t_lse"))
+    return *first, named.get("kl"), named.get("codes")
+
+
+def logits_statistics(
+    student: jax.Array, teacher: jax.Array, row_weights: jax.Array | None, *, temperature: float
+) -> tuple[Any, Any]:
+    """See :func:`tvd_jax.triton_launch.logits_statistics`."""
+    named = _forward(
+        student, teacher, row_weights, None, temperature, False, False, _Statistics.ALONE
+    )
+    return named["s_rows"], named["t_rows"]
+
+
+def logits_differences(
+    student: jax.Array,
+    teacher: jax.Array,
+    row_weights: jax.Array | None,
+    given: jax.Array,
+    *,
+    temperature: float,
+    want_kl: bool,
+    keep_codes: bool,
+) -> tuple[Any, ...]:
+    """See :func:`tvd_jax.triton_launch.logits_differences`."""
+    named = _forward(
+        student, teacher, row_weights, given, temperature, want_kl, keep_codes, _Statistics.GIVEN
+    )
+    return named["tvd"], named.get("sigma"), named.get("kl"), named.get("codes")
+
+
+def _forward_outputs(
+    tokens: int, vocab: int, want_kl: bool, keep_codes: bool, statistics: _Statistics
+) -> dict[str, Any]:
+    values = jax.ShapeDtypeStruct((tokens,), jnp.float32)
+    codes = jax.ShapeDtypeStruct((tokens, config.logits_codes_bytes(vocab)), jnp.uint8)
+    if statistics is _Statistics.ALONE:
+        two = jax.ShapeDtypeStruct((2, tokens), jnp.float32)
+        return {"s_rows": two, "t_rows": two}
+    outputs = {"tvd": values}
+    if statistics is _Statistics.COMPUTED:
+        three = jax.ShapeDtypeStruct((3, tokens), jnp.float32)
+        outputs |= {"s_rows": three, "t_rows": three, "s_lse": values, "t_lse": values}
+    elif keep_codes:
+        outputs["sigma"] = values
+    outputs |= {"kl": values} if want_kl else {}
+    return outputs | ({"codes": codes} if keep_codes else {})
+
+
+def _forward(
+    student: jax.Array,
+    teacher: jax.Array,
+    row_weights: jax.Array | None,
+    given: jax.Array | None,
+    temperature: float,
+    want_kl: bool,
+    keep_codes: bool,
+    statistics: _Statistics,
+) -> dict[str, Any]:
     tokens, vocab = student.shape
     student, teacher = _padded(student), _padded(teacher)
     scale = base_2_scale(temperature)
@@ -223,23 +294,11 @@ def logits_forward(
     elements = unit * LOGITS_LANES
     units = -(-vocab // elements)
     stages = config.logits_pallas_stages(elements * pair_bytes) - 1  # one is for rows done again
-    resident = units < stages
+    computed, alone = (statistics is x for x in (_Statistics.COMPUTED, _Statistics.ALONE))
+    resident = computed and units < stages
     stages = min(stages, units + 4)
-    passes = 1 if resident else 2  # in which the ring is filled
-
-    values = jax.ShapeDtypeStruct((tokens,), jnp.float32)
-    out_type = {
-        "tvd": values,
-        "s_rows": jax.ShapeDtypeStruct((3, tokens), jnp.float32),
-        "t_rows": jax.ShapeDtypeStruct((3, tokens), jnp.float32),
-        "s_lse": values,
-        "t_lse": values,
-    }
-    if want_kl:
-        out_type["kl"] = values
-    if keep_codes:
-        codes_bytes = config.logits_codes_bytes(vocab)
-        out_type["codes"] = jax.ShapeDtypeStruct((tokens, codes_bytes), jnp.uint8)
+    passes = 2 if computed and not resident else 1  # in which the ring is filled
+    out_type = _forward_outputs(tokens, vocab, want_kl, keep_codes, statistics)
     slots = (stages + 1, elements)
     exchange_smem, exchange_barrier = _Exchange.scratch(parts=7)
     scratch = {
@@ -251,12 +310,14 @@ def logits_forward(
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages + 1),
         "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages + 1),
     }
-    inputs = [student, teacher] + ([] if row_weights is None else [row_weights])
+    optional = {"weights": row_weights, "given": given}
+    named = {"s": student, "t": teacher} | {k: x for k, x in optional.items() if x is not None}
     blocks = min(tokens, config.LOGITS_PALLAS_BLOCKS)
 
     def body(*refs: Any) -> None:
-        s_gmem, t_gmem, *rest = refs
-        weights_gmem = None if row_weights is None else rest.pop(0)
+        in_gmem = dict(zip(named, refs, strict=False))
+        s_gmem, t_gmem = in_gmem["s"], in_gmem["t"]
+        rest = refs[len(named) :]
         gmem = dict(zip(out_type, rest, strict=False))
         smem = dict(zip(scratch, rest[len(out_type) :], strict=True))
         block, group = lax.axis_index("block"), lax.axis_index("group")
@@ -295,15 +356,13 @@ def logits_forward(
         for i in range(stages):
             pl.when((group == 0) & (i < steps))(lambda i=i: fetch_step(_i32(i)))
 
-        @pl.loop(_i32(0), rows)
-        def _(r: Any) -> None:
-            row = block + r * blocks
-            first = r * per_row
+        def wait(index: Any) -> Any:
+            s = lax.rem(index, _i32(stages))
+            plgpu.barrier_wait(slot(s)[2])
+            return s
 
-            def wait(index: Any) -> Any:
-                s = lax.rem(index, _i32(stages))
-                plgpu.barrier_wait(slot(s)[2])
-                return s
+        def statistics_of(row: Any, first: Any) -> tuple[Any, ...]:
+            """The reference of both rows, and the sums of their exponentials relative to it."""
 
             def sums(tile: Any, count: int, carry: Any, masked: bool) -> Any:
                 for h in range(count):
@@ -395,16 +454,18 @@ def logits_forward(
                 sums = exchange(_ADD, 2, row_tiles.over_tiles(sums_again, zeros))
                 keep_statistics((s_highest, t_highest, *sums))
 
-            s_reference, t_reference, s_sum, t_sum = (
-                smem["statistics"][group, i] for i in range(4)
-            )
-            s_factor, t_factor = _divide(_f32(1), s_sum), _divide(_f32(1), t_sum)
+            return tuple(smem["statistics"][group, i] for i in range(4))
+
+        def differences_of(r: Any, of_student: Any, of_teacher: Any) -> list[Any]:
+            """The distance, the sum of ``p * sign(p - q)`` and that of ``q * log2(q / p)``."""
+            row, first = block + r * blocks, r * per_row
+            (s_reference, s_factor), (t_reference, t_factor) = of_student, of_teacher
 
             def differences(tile: Any, count: int, carry: Any, masked: bool) -> Any:
                 codes = _vector(jnp.zeros((LANES,), jnp.int32))
                 for h in range(count):
                     number = tile * row_tiles.in_tile + h
-                    index = first + number + (0 if resident else units)
+                    index = first + number + (passes - 1) * units
                     s = lax.rem(index, _i32(stages)) if resident else wait(index)
                     carry, codes = add_differences(slot(s), tile, h, masked, carry, codes)
                     release(index)
@@ -435,47 +496,69 @@ def logits_forward(
             zero = _splat(_f32(0))
             sums_of = list(row_tiles.over_tiles(differences, (zero, zero, zero)))
             wanted = [True, keep_codes, want_kl]
-            results = exchange(_ADD, 4, [x for x, w in zip(sums_of, wanted, strict=True) if w])
+            part = 4 if given is None else 3 * lax.rem(r, _i32(2))  # no other exchange between
+            results = exchange(_ADD, part, [x for x, w in zip(sums_of, wanted, strict=True) if w])
             distance = results.pop(0) * _f32(0.5)
-            sigma = results.pop(0) * s_factor if keep_codes else _f32(0)
+            sigma = results.pop(0) * s_factor if keep_codes else None
+            return [distance, sigma, results.pop(0) if want_kl else None]
 
-            kept = jnp.bool_(True) if weights_gmem is None else weights_gmem[row] != 0
+        def write_rows(row: Any, select: Any, references: Any, sums: Any) -> None:
+            """``sums``, or 1 / sums if those are what was computed."""
+            for name, reference, last in zip("st", references, sums, strict=True):
+                gmem[f"{name}_rows"][0, row] = select(reference)
+                gmem[f"{name}_rows"][1, row] = select(last, 1.0)
+                if computed:
+                    lse = (reference - _log2(last)) * _f32(LN2)
+                    gmem[f"{name}_lse"][row] = select(lse)
+
+        def write_sums(row: Any, select: Any, sums: Any, s_factor: Any, t_factor: Any) -> None:
+            distance, sigma, divergence = sums
+            value = select(distance)
+            gmem["tvd"][row] = value
+            if keep_codes:
+                # NaN where the value is NaN, though no comparison was true there.
+                sigma = select(sigma) + value * _f32(0)
+                if computed:
+                    gmem["s_rows"][2, row] = sigma
+                    gmem["t_rows"][2, row] = sigma - _f32(2) * value
+                else:
+                    gmem["sigma"][row] = sigma
+            if want_kl:
+                if computed:
+                    divergence = divergence + (_log2(t_factor) - _log2(s_factor))
+                gmem["kl"][row] = select(divergence * _f32(LN2))
+
+        @pl.loop(_i32(0), rows)
+        def _(r: Any) -> None:
+            row = block + r * blocks
+            first = r * per_row
+            kept = jnp.bool_(True) if row_weights is None else in_gmem["weights"][row] != 0
 
             def select(x: Any, ignored: float = 0.0) -> Any:
                 return jnp.where(kept, x, _f32(ignored))
 
+            if given is None:
+                s_reference, t_reference, *sums = statistics_of(row, first)
+                if alone:
+                    pl.when(group == 0)(
+                        lambda: write_rows(row, select, (s_reference, t_reference), sums)
+                    )
+                    return
+                s_factor, t_factor = (_divide(_f32(1), x) for x in sums)
+            else:
+                s_reference, s_factor, t_reference, t_factor = (
+                    in_gmem["given"][i, row] for i in range(4)
+                )
+            sums_of = differences_of(r, (s_reference, s_factor), (t_reference, t_factor))
+
             @pl.when(group == 0)
             def _() -> None:
-                value = select(distance)
-                gmem["tvd"][row] = value
-                halves = (
-                    ("s", s_reference, s_factor, _f32(0)),
-                    ("t", t_reference, t_factor, _f32(2) * value),
-                )
-                for name, reference, factor, less in halves:
-                    rows_gmem = gmem[f"{name}_rows"]
-                    rows_gmem[0, row] = select(reference)
-                    rows_gmem[1, row] = select(factor, 1.0)
-                    if keep_codes:
-                        # NaN where the value is NaN, though no comparison was true there.
-                        rows_gmem[2, row] = select(sigma) + value * _f32(0) - less
-                    lse = (reference - _log2(factor)) * _f32(LN2)
-                    gmem[f"{name}_lse"][row] = select(lse)
-                if want_kl:
-                    rest = _log2(t_factor) - _log2(s_factor)
-                    gmem["kl"][row] = select((results[0] + rest) * _f32(LN2))
+                write_sums(row, select, sums_of, s_factor, t_factor)
+                if computed:
+                    write_rows(row, select, (s_reference, t_reference), (s_factor, t_factor))
 
-    outputs = _call(body, "logits_forward", out_type, blocks, scratch, inputs)
-    named = dict(zip(out_type, outputs, strict=True))
-    return (
-        named["tvd"],
-        named["s_rows"],
-        named["t_rows"],
-        named["s_lse"],
-        named["t_lse"],
-        named.get("kl"),
-        named.get("codes"),
-    )
+    outputs = _call(body, statistics.value, out_type, blocks, scratch, list(named.values()))
+    return dict(zip(out_type, outputs, strict=True))
 
 
 def _log2(x: Any) -> Any:

@@ -15,6 +15,9 @@ from tvd_jax import sharded
 from tvd_jax.logits_xla import Rows
 from tvd_jax.sharded import NOT_SPREAD, Axes
 
+LN2 = 0.6931471805599453
+LOWEST = -3.0e38  # the kernels' reference of a row without a logit above it
+
 
 def rows(
     student: jax.Array,
@@ -27,14 +30,22 @@ def rows(
     axes: Axes = NOT_SPREAD,
     implementation: str,
 ) -> Rows:
-    """See :func:`tvd_jax.logits_xla.rows`; rows are whole, whatever ``axes`` says of the tokens.
+    """See :func:`tvd_jax.logits_xla.rows`.
 
     Keeps the student's logits, codes and three numbers a row; the teacher's logits only for their
     own gradient or that of the KL divergence.
     """
-    static = _Static(float(temperature), want_kl, implementation)
-    values = _rows(student, teacher, row_weights, targets, static)
-    tvd, student_lse, teacher_lse, kl, target_logit = values
+    if axes.vocab and targets is not None:  # positions in this shard, -1 for those in another
+        here = targets - sharded.shard_number(axes.vocab).astype(targets.dtype) * student.shape[-1]
+        targets = jnp.where((here >= 0) & (here < student.shape[-1]), here, -1)
+    static = _Static(float(temperature), want_kl, implementation, axes.vocab)
+
+    def whole(part: Any) -> Any:
+        """The sum over the shards, for JAX to transpose."""
+        return None if part is None else sharded.psum(part, axes.vocab)
+
+    parts = _rows(student, teacher, row_weights, targets, static)
+    tvd, student_lse, teacher_lse, kl, target_logit = (whole(part) for part in parts)
     return Rows(tvd, student_lse, teacher_lse, kl, target_logit)
 
 
@@ -101,6 +112,8 @@ class _Static:
     temperature: float
     want_kl: bool
     implementation: str
+    vocab_axes: tuple[str, ...]
+    """Over which rows are spread; the values of ``Rows`` are then this shard's parts of them."""
 
 
 def _kernels(implementation: str) -> Any:
@@ -112,31 +125,93 @@ def _run(
     student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static, keep_codes: bool
 ) -> tuple[Any, Any]:
     """The values of ``Rows``, and (rows of both, codes)."""
-    kernels = _kernels(static.implementation)
+    run = _run_shards if static.vocab_axes else _run_whole
+    tvd, s_lse, t_lse, kl, kept = run(student, teacher, row_weights, static, keep_codes)
+    target_logit = None
+    if targets is not None:
+        at_target = jnp.take_along_axis(student, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
+        target_logit = at_target.astype(jnp.float32) * jnp.float32(1.0 / static.temperature)
+        target_logit = jnp.where(targets < 0, 0, target_logit)
+        if row_weights is not None:
+            target_logit = jnp.where(row_weights == 0, 0, target_logit)
+    return (tvd, s_lse, t_lse, kl, target_logit), kept
+
+
+def _call_kernel(kernel: Callable[..., Any], leading: int, arguments: Any, outs: Any) -> list[Any]:
+    """A kernel's results, ``None`` for those it does not give.
+
+    ``outs`` are where their leading axes start, ``None`` for those that are not there.
+    """
+
+    def present(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(x for x in kernel(*arrays) if x is not None)
+
+    starts = tuple(x for x in outs if x is not None)
+    results = iter(sharded.call_by_rows(present, leading, arguments, starts))
+    return [None if x is None else next(results) for x in outs]
+
+
+def _run_whole(
+    student: Any, teacher: Any, row_weights: Any, static: _Static, keep_codes: bool
+) -> tuple[Any, ...]:
+    """TVD, log-sum-exp of both, KL divergence, and (rows of both, codes)."""
     forward = functools.partial(
-        kernels.logits_forward,
+        _kernels(static.implementation).logits_forward,
         temperature=static.temperature,
         want_kl=static.want_kl,
         keep_codes=keep_codes,
     )
-    leading = student.ndim - 1
-    starts = (0, 1, 1, 0, 0) + (0,) * (static.want_kl + keep_codes)
-    results = sharded.call_by_rows(
-        lambda *arrays: tuple(x for x in forward(*arrays) if x is not None),
-        leading,
-        [(student, 0), (teacher, 0), (row_weights, 0)],
-        starts,
+    rows = [(student, 0), (teacher, 0), (row_weights, 0)]
+    kl_start, codes_start = (0 if wanted else None for wanted in (static.want_kl, keep_codes))
+    outs = (0, 1, 1, 0, 0, kl_start, codes_start)
+    tvd, s_rows, t_rows, s_lse, t_lse, kl, codes = _call_kernel(
+        forward, student.ndim - 1, rows, outs
     )
-    tvd, s_rows, t_rows, s_lse, t_lse, *rest = results
-    kl = rest.pop(0) if static.want_kl else None
-    codes = rest.pop(0) if keep_codes else None
-    target_logit = None
-    if targets is not None:
-        at_target = jnp.take_along_axis(student, targets[..., None], -1)[..., 0]
-        target_logit = at_target.astype(jnp.float32) * jnp.float32(1.0 / static.temperature)
-        if row_weights is not None:
-            target_logit = jnp.where(row_weights == 0, 0, target_logit)
-    return (tvd, s_lse, t_lse, kl, target_logit), (s_rows, t_rows, codes)
+    return tvd, s_lse, t_lse, kl, (s_rows, t_rows, codes)
+
+
+def _run_shards(
+    student: Any, teacher: Any, row_weights: Any, static: _Static, keep_codes: bool
+) -> tuple[Any, ...]:
+    """As ``_run_whole`` of rows that are spread: parts, whose sums over the shards are the values.
+
+    The logarithms, which are no sums over the elements, are the first shard's.
+    """
+    axes, leading = static.vocab_axes, student.ndim - 1
+    kernels, temperature = _kernels(static.implementation), static.temperature
+    rows = [(student, 0), (teacher, 0), (row_weights, 0)]
+    of_shard = functools.partial(kernels.logits_statistics, temperature=temperature)
+    own = jnp.stack(_call_kernel(of_shard, leading, rows, (1, 1)))
+    # How a maximum over devices takes a NaN is not defined. The sums show it.
+    reference = jnp.where(jnp.isnan(own[:, 0]), LOWEST, own[:, 0])
+    highest = sharded.pmax(reference, axes)
+    total = sharded.psum(own[:, 1] * jnp.exp2(reference - highest), axes)
+    factor = 1 / total
+    given = jnp.stack([highest[0], factor[0], highest[1], factor[1]])
+    differences = functools.partial(
+        kernels.logits_differences,
+        temperature=temperature,
+        want_kl=static.want_kl,
+        keep_codes=keep_codes,
+    )
+    sigma_start, kl_start = (0 if wanted else None for wanted in (keep_codes, static.want_kl))
+    tvd, sigma, kl, codes = _call_kernel(
+        differences, leading, [*rows, (given, 1)], (0, sigma_start, kl_start, sigma_start)
+    )
+    log_total = jnp.log2(total)
+    logarithms = [*(highest + log_total), log_total[0] - log_total[1]]
+    if row_weights is not None:
+        logarithms = [jnp.where(row_weights != 0, x, 0) for x in logarithms]
+    is_first = sharded.shard_number(axes) == 0
+    s_lse, t_lse, log_ratio = (jnp.where(is_first, x * LN2, 0) for x in logarithms)
+    kl = None if kl is None else kl + log_ratio
+    kept = None
+    if keep_codes:
+        tvd_sum, sigma = sharded.psum(jnp.stack([tvd, sigma]), axes)
+        halves = ((given[:2], sigma), (given[2:], sigma - 2 * tvd_sum))
+        s_rows, t_rows = (jnp.concatenate([x, y[None]]) for x, y in halves)
+        kept = (s_rows, t_rows, codes)
+    return tvd, s_lse, t_lse, kl, kept
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -159,6 +234,9 @@ def _rows_fwd(student: Any, teacher: Any, row_weights: Any, targets: Any, static
         None if x is None else x.value for x in (student, teacher, row_weights, targets)
     )
     values, (s_rows, t_rows, codes) = _run(s, t, kept_weights, positions, static, True)
+    kl = values[3]
+    if static.want_kl and wanted.teacher:
+        kl = sharded.psum(kl, static.vocab_axes)
     keep_student = wanted.student or static.want_kl  # whose gradient takes the other's logits too
     keep_teacher = wanted.teacher or static.want_kl
     kept = (
@@ -166,7 +244,7 @@ def _rows_fwd(student: Any, teacher: Any, row_weights: Any, targets: Any, static
         t if keep_teacher else None,
         s_rows if keep_student else None,
         t_rows if keep_teacher else None,
-        values[3] if static.want_kl and wanted.teacher else None,
+        kl if wanted.teacher else None,
         codes,
         kept_weights,
         positions,

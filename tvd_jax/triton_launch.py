@@ -197,7 +197,61 @@ def logits_forward(
         needs; the log-sum-exp of both and the KL divergence or ``None``, ``[tokens]``; codes or
         ``None``. All float32 but the codes.
     """
-    from tvd_core.logits_kernels import logits_forward_kernel
+    return _logits_forward(
+        student, teacher, row_weights, None, temperature, want_kl, keep_codes, "COMPUTED"
+    )
+
+
+def logits_statistics(
+    student: jax.Array, teacher: jax.Array, row_weights: jax.Array | None, *, temperature: float
+) -> tuple[Any, Any]:
+    """``[2, tokens]`` for the student and for the teacher: the reference of each row, its sum.
+
+    The sum is of ``2 ** (x * log2(e) / temperature - reference)``.
+    """
+    _, s_rows, t_rows, *_ = _logits_forward(
+        student, teacher, row_weights, None, temperature, False, False, "ALONE"
+    )
+    return s_rows[:2], t_rows[:2]
+
+
+def logits_differences(
+    student: jax.Array,
+    teacher: jax.Array,
+    row_weights: jax.Array | None,
+    given: jax.Array,
+    *,
+    temperature: float,
+    want_kl: bool,
+    keep_codes: bool,
+) -> tuple[Any, ...]:
+    """Parts of what ``logits_forward`` sums, of rows that are shards, and the codes.
+
+    Args:
+        given: ``[4, tokens]``: the student's reference and factor, 1 / sum, then the teacher's, of
+            the whole rows.
+
+    Returns:
+        Of tvd, of ``sum_v p * sign(p - q)`` or ``None`` without codes, and of the KL divergence or
+        ``None``, without the logarithm of the factors: ``[tokens]``; codes or ``None``.
+    """
+    tvd, s_rows, *_, kl, codes = _logits_forward(
+        student, teacher, row_weights, given, temperature, want_kl, keep_codes, "GIVEN"
+    )
+    return tvd, s_rows[2] if keep_codes else None, kl, codes
+
+
+def _logits_forward(
+    student: jax.Array,
+    teacher: jax.Array,
+    row_weights: jax.Array | None,
+    given: jax.Array | None,
+    temperature: float,
+    want_kl: bool,
+    keep_codes: bool,
+    statistics: str,
+) -> tuple[Any, ...]:
+    from tvd_core import logits_kernels
 
     tokens, vocab = student.shape
     values = jax.ShapeDtypeStruct((tokens,), jnp.float32)
@@ -209,10 +263,11 @@ def logits_forward(
     launch = config.logits_forward_launch(student.dtype.itemsize, teacher.dtype.itemsize)
     programs = min(launch.programs, config.LOGITS_PROGRAMS_UNLIMITED)
     *results, kl, codes_out = _call(
-        logits_forward_kernel,
+        logits_kernels.logits_forward_kernel,
         student,
         teacher,
         student if row_weights is None else row_weights,
+        student if given is None else given,
         base_2_scale(temperature),
         tokens,
         vocab,
@@ -232,7 +287,7 @@ def logits_forward(
         KEEP_CODES=keep_codes,
         WANT_KL=want_kl,
         ALIGNED=vocab % 16 == 0,
-        STATISTICS=0,
+        STATISTICS=getattr(logits_kernels, statistics).value,
     )
     return *results, kl if want_kl else None, codes_out if keep_codes else None
 

@@ -267,8 +267,9 @@ class ShardedRows(torch.autograd.Function):
         reference = torch.where(reference.isnan(), LOWEST, reference)
         top = all_reduced(reference, groups, "max")
         total = sum_in_order(total * torch.exp2(reference - top), groups)
+        given = torch.stack([top, 1.0 / total], 1)
         parts, codes = _difference_op(
-            student, teacher, row_weights, temperature, top, 1.0 / total, want_kl, keep
+            student, teacher, row_weights, temperature, given, want_kl, keep
         )
         if targets is not None:
             parts = torch.cat([parts, _at_targets(student, targets, temperature)[None]])
@@ -310,11 +311,10 @@ def _statistics_op(
     rows = student.new_zeros((2, 2, student.shape[0]), dtype=torch.float32)
     rows[:, 0] = LOWEST
     if student.numel():
-        unused = student.new_empty((3, student.shape[0]), dtype=torch.float32)
-        nothing = unused[0, :0]
+        nothing = rows[0, 0, :0]
         triton_launch.logits_forward(
-            student, teacher, row_weights, temperature, unused[0], rows[0], rows[1], unused[1],
-            unused[2], nothing, nothing, "ALONE",
+            student, teacher, row_weights, temperature, nothing, rows[0], rows[1], nothing,
+            nothing, nothing, nothing, "ALONE",
         )  # fmt: skip
     return rows
 
@@ -330,12 +330,11 @@ def _difference_op(
     teacher: Tensor,
     row_weights: Tensor | None,
     temperature: float,
-    reference: Tensor,
-    factor: Tensor,
+    given: Tensor,
     want_kl: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Of the shards of rows whose reference and 1 / sum, ``[2, tokens]``, are given.
+    """Of the shards of rows whose references and factors, ``[2, 2, tokens]``, are given.
 
     ``[2 or 3, tokens]``: the distance, the sum of ``p * sign(p - q)``, and, if wanted, the
     divergence without the logarithm of the factors; and the codes.
@@ -344,11 +343,11 @@ def _difference_op(
     parts = student.new_zeros((3 if want_kl else 2, tokens), dtype=torch.float32)
     codes = _empty_codes(student, keep)
     if student.numel():
-        s_rows, t_rows = (torch.stack([reference[i], factor[i], parts[1]]) for i in (0, 1))
-        unused = torch.empty_like(reference)
+        s_rows = student.new_zeros((3, tokens), dtype=torch.float32)
+        nothing = parts[0, :0]
         triton_launch.logits_forward(
-            student, teacher, row_weights, temperature, parts[0], s_rows, t_rows, unused[0],
-            unused[1], parts[2] if want_kl else parts[0, :0], codes, "GIVEN",
+            student, teacher, row_weights, temperature, parts[0], s_rows, nothing, nothing,
+            nothing, parts[2] if want_kl else nothing, codes, "GIVEN", given.contiguous(),
         )  # fmt: skip
         parts[1] = s_rows[2]
     return parts, codes
@@ -360,8 +359,7 @@ def _(
     teacher: Tensor,
     row_weights: Tensor | None,
     temperature: float,
-    reference: Tensor,
-    factor: Tensor,
+    given: Tensor,
     want_kl: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:

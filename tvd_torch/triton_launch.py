@@ -326,10 +326,12 @@ def logits_forward(
     kl: Tensor,
     codes: Tensor,
     statistics: str = "COMPUTED",
+    given: Tensor | None = None,
 ) -> None:
     """Runs the forward kernel of the losses from logits into tensors; empty ones are not wanted.
 
-    ``statistics`` is for shards of rows: ``ALONE``, then ``GIVEN``, as the kernel says.
+    ``statistics`` is for shards of rows: ``ALONE``, then ``GIVEN`` with ``given``, as the kernel
+    says.
     """
     from tvd_core import logits_kernels
 
@@ -342,6 +344,7 @@ def logits_forward(
             student,
             teacher,
             tvd if row_weights is None else _plain(row_weights),
+            tvd if given is None else given,
             base_2_scale(temperature),
             tokens,
             vocab,
