@@ -4,6 +4,9 @@
 runs 540 cases in that many processes and writes a summary. Per-token values, the reduced loss, the
 sign codes and both gradients are compared; which NaN a NaN is and the sign of a gradient that is 0
 are not promised and do not count.
+
+With ``--op logits`` the losses from logits, every kernel route against the first: NumPy has no
+exponential with the bits of a GPU's.
 """
 
 import argparse
@@ -60,6 +63,30 @@ def configuration(number: int, most: int = 2**23) -> Configuration:
     )
 
 
+LOGITS_CONTENTS = ("near", "far", "masked", "wide", "special", "below")
+LOSSES = ("tvd_from_logits", "acceptance_loss", "hybrid_loss", "cross_entropy_tvd_loss")
+
+
+@dataclass(frozen=True)
+class LogitsConfiguration(Configuration):
+    """As ``Configuration``, of a loss from logits."""
+
+    loss: str
+    temperature: float
+
+
+def logits_configuration(number: int, most: int = 2**23) -> LogitsConfiguration:
+    """The configuration of that number, of at most so many elements."""
+    config = configuration(number, most)
+    rng = np.random.default_rng([2027, number])
+    loss = LOSSES[number % len(LOSSES)]
+    labels = config.labels or loss == "cross_entropy_tvd_loss"
+    temperature = float(rng.choice([1.0, 1.0, 0.5, 2.0, 0.7]))
+    return LogitsConfiguration(
+        **(asdict(config) | {"labels": labels}), loss=loss, temperature=temperature
+    )
+
+
 def _content(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> Any:
     """p and q in float64, before they are rounded to their dtypes."""
     if kind == "peaked":  # as a language model's rows: softmax of wide logits
@@ -81,6 +108,23 @@ def _content(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> Any
     if kind == "sparse":
         return np.where(rng.random(shape) < 0.9, 0, p), np.where(rng.random(shape) < 0.9, 0, q)
     return p, q
+
+
+def _logits(kind: str, rng: np.random.Generator, shape: tuple[int, int]) -> Any:
+    """Logits of student and teacher in float64, before they are rounded to their dtypes."""
+    teacher = rng.standard_normal(shape) * (30 if kind == "wide" else 3)
+    student = rng.standard_normal(shape) * (3 if kind == "far" else 0.5)
+    student = student if kind == "far" else student + teacher
+    student = np.where(rng.random(shape) < 0.1, teacher, student)
+    if kind == "masked":
+        return tuple(np.where(rng.random(shape) < 0.3, -np.inf, x) for x in (student, teacher))
+    if kind == "special":
+        special = rng.choice([np.nan, np.inf, -np.inf, 1e4, -1e4], shape)
+        return tuple(np.where(rng.random(shape) < 1e-3, special, x) for x in (student, teacher))
+    if kind == "below":  # the sample of a row far below its maximum
+        student[:, -1] += 250
+        teacher[::2, shape[1] // 2] += 300
+    return student, teacher
 
 
 def _same(name: str, actual: np.ndarray, expected: np.ndarray) -> int:
@@ -135,18 +179,49 @@ def compare(route: Route, config: Configuration, seed: int) -> dict[str, tuple[i
     return {name: (a.size, _same(name, a, b)) for name, (a, b) in pairs.items()}
 
 
+def compare_logits(
+    first: Route, others: list[Route], config: LogitsConfiguration, seed: int
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """As ``compare`` for each of the others, held against the first."""
+    rng = np.random.default_rng([8, seed, config.tokens, config.vocab])
+    kind = LOGITS_CONTENTS[seed % len(LOGITS_CONTENTS)]
+    with np.errstate(all="ignore"):
+        made = _logits(kind, rng, (config.tokens, config.vocab))
+        s, t = (inputs.cast(x, dtype) for x, dtype in zip(made, config.dtypes, strict=True))
+    options: dict[str, Any] = {"function": config.loss, "reduction": config.reduction}
+    options |= {"temperature": config.temperature, "upstream": np.asarray(rng.normal(), np.float32)}
+    if config.weights:
+        options["weights"] = inputs.weights_for(config.tokens, seed=seed)
+    labels = inputs.labels_for(config.tokens, seed=seed) if config.labels else None
+    if labels is not None:
+        labels = np.where(labels == -100, -100, labels % config.vocab).astype(np.int32)
+    right, *found = (route.run(s, t, labels, **options) for route in (first, *others))
+    return {
+        route.name: {
+            f"{config.loss}: {name}": (x.size, _same(name, x, getattr(right, name)))
+            for name, x in (("loss", result.loss), ("dp", result.dp), ("dq", result.dq))
+        }
+        for route, result in zip(others, found, strict=True)
+    }
+
+
+def _cases(config: Configuration, seed: int) -> dict[str, dict[str, tuple[int, int]]]:
+    kernels = routes.runnable(kernels=True)
+    if isinstance(config, LogitsConfiguration):
+        first, *others = (route for route in kernels if route.has_logits)
+        return compare_logits(first, others, config, seed)
+    return {route.name: compare(route, config, seed) for route in kernels}
+
+
 def run(config: Configuration, seeds: int) -> dict[str, dict[str, tuple[int, int]]]:
     """All seeds of one configuration on every kernel route, added up."""
-    result: dict[str, dict[str, tuple[int, int]]] = {}
-    for route in routes.runnable(kernels=True):
-        added: collections.Counter = collections.Counter()
-        for seed in range(seeds):
-            for name, (compared, differ) in compare(route, config, seed).items():
-                added[name, "compared"] += compared
-                added[name, "differ"] += differ
-        names = dict.fromkeys(name for name, _ in added)
-        result[route.name] = {n: (added[n, "compared"], added[n, "differ"]) for n in names}
-    return result
+    result: dict[str, dict[str, tuple[int, int]]] = collections.defaultdict(dict)
+    for seed in range(seeds):
+        for route, quantities in _cases(config, seed).items():
+            for name, counts in quantities.items():
+                before = result[route].get(name, (0, 0))
+                result[route][name] = (before[0] + counts[0], before[1] + counts[1])
+    return dict(result)
 
 
 def _environment() -> dict[str, Any]:
@@ -160,9 +235,11 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=9)
     parser.add_argument("--elements", type=int, default=2**23, help="most elements of a case")
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--op", choices=("probabilities", "logits"), default="probabilities")
     parser.add_argument("-o", "--output", type=Path)
     arguments = parser.parse_args()
-    configs = [configuration(i, arguments.elements) for i in range(arguments.configurations)]
+    make = configuration if arguments.op == "probabilities" else logits_configuration
+    configs = [make(i, arguments.elements) for i in range(arguments.configurations)]
     totals: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     failed = []
     spawn = multiprocessing.get_context("spawn")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from parity_tests import random_bits
+from parity_tests import random_bits, routes
 from parity_tests.random_bits import CONTENTS, Configuration, compare, configuration
 from parity_tests.routes import Route
 
@@ -49,6 +49,22 @@ def test_a_difference_is_counted(kernel_route: Route, monkeypatch: pytest.Monkey
     )
     counts = compare(kernel_route, small(1), seed=1)
     assert counts["per_token"][1] == counts["per_token"][0] > 0 and counts["codes"][1] == 0
+
+
+def test_differences_from_logits_are_counted() -> None:
+    """Two routes that promise no equal bits, and one beside itself."""
+    eager, other = routes.get("torch-eager"), routes.get("jax-xla")
+    if not (eager.can_run and other.can_run):
+        pytest.skip("needs both frameworks")
+    differ = 0
+    for number in range(4):
+        config = dataclasses.replace(
+            random_bits.logits_configuration(number, SMALL), tokens=2, vocab=600
+        )
+        found = random_bits.compare_logits(eager, [eager, other], config, seed=number)
+        assert {differ for _, differ in found["torch-eager"].values()} == {0}
+        differ += sum(differ for _, differ in found["jax-xla"].values())
+    assert differ > 0
 
 
 def test_the_summary_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
