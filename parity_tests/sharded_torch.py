@@ -7,6 +7,7 @@ NCCL takes no two processes on a GPU.
 
 import contextlib
 import datetime
+import faulthandler
 import functools
 import os
 import pathlib
@@ -614,6 +615,7 @@ def bad_arguments_are_refused() -> None:
 
 
 def work(rank: int, directory: str, chosen: list[str]) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # Triton's interpreter computes in NumPy
     if DEVICE == "cuda":

@@ -99,7 +99,7 @@ def test_clause_11_torch_opcheck_from_logits(torch_kernel_route: Route, name: st
     weights = torch_kernel_route.array(np.array([0.5, 2.0], np.float32))
     with torch_kernel_route.running():
         *_, s_rows, t_rows, codes = logits_rows._rows_op(s, t, weights, targets, 2.0, True, True)
-        given = torch.stack([s_rows[:2], t_rows[:2]]).unbind(1)
+        given = torch.stack([s_rows[:2], t_rows[:2]])
         per_row = torch.ones(2, device=s.device)
         upstreams = (None, per_row, per_row, per_row, per_row, targets)
         arguments = {
@@ -107,7 +107,7 @@ def test_clause_11_torch_opcheck_from_logits(torch_kernel_route: Route, name: st
             "_backward_op": (s, t, s_rows, t_rows, *upstreams, codes, weights, 2.0, True),
             "_reduce_op": (per_row.clone().requires_grad_(), weights, None, 3.0, "mean", 40),
             "_statistics_op": (s, t, weights, 2.0),
-            "_difference_op": (s, t, weights, 2.0, *given, True, True),
+            "_difference_op": (s, t, weights, 2.0, given, True, True),
         }[name]
         checked = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         if name in ("_rows_op", "_reduce_op"):  # the others are not differentiated

@@ -158,8 +158,20 @@ def _divide(a: Any, b: Any) -> Any:
 
 
 def _product(x: Any, factor: Any) -> Any:
-    """``x * factor``, rounded before anything is added to it: p - p has to be 0."""
-    return x * factor if compat.interpreting() else pallas_ptx.mul(x, _splat(factor))
+    """``x * factor``, rounded before anything is added to it: p - p has to be 0.
+
+    And so that gradients have Triton's bits, which are compiled without contraction to an FMA.
+    """
+    if compat.interpreting():
+        return x * factor
+    if x.ndim == 0:
+        return pallas_ptx.mul_scalar(x, factor)
+    return pallas_ptx.mul(x, factor if factor.ndim else _splat(factor))
+
+
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` of scalars, rounded once."""
+    return a * b + c if compat.interpreting() else pallas_ptx.fma_scalar(a, b, c)
 
 
 class _Rows:
@@ -666,14 +678,15 @@ def logits_backward(
         exponential = jnp.exp2(x)
         code = (codes >> (2 * (SUB_TILES - 1 - k))) & 3
         plus, minus, tie = (_splat(of[name]) for name in ("plus", "minus", "tie"))
-        dx = exponential * jnp.where(code >= 2, minus, jnp.where(code == 1, plus, tie))
+        dx = _product(exponential, jnp.where(code >= 2, minus, jnp.where(code == 1, plus, tie)))
         if "kl_upstream" in gmem:
             y = row_tiles.logits(smem["other"], tile, k, True)
             y = _exponent(y, scale, of["other_reference"])
             if is_student:
-                dx = dx - jnp.exp2(y) * of["kl_factor"]
+                dx = dx - _product(jnp.exp2(y), of["kl_factor"])
             else:
-                term = exponential * of["kl_factor"] * ((x - y) * _f32(LN2) + of["kl_rest"])
+                ratio = _product(x - y, _f32(LN2)) + of["kl_rest"]
+                term = _product(exponential * of["kl_factor"], ratio)
                 dx = dx + jnp.where(exponential == 0, jnp.zeros_like(term), term)
         if "targets" in gmem:
             here = _lanes() == gmem["targets"][row] - row_tiles.column(tile, k)
@@ -703,14 +716,14 @@ def _coefficients(gmem: Any, row: Any, temperature: float, is_student: bool) -> 
             found["kl_factor"] = _divide(kl_upstream, temperature) * other_factor
         else:
             found["kl_factor"] = _divide(kl_upstream, temperature) * factor
-            logarithm = (_log2(factor) - _log2(other_factor)) * _f32(LN2)
+            logarithm = _product(_log2(factor) - _log2(other_factor), _f32(LN2))
             found["kl_rest"] = logarithm - gmem["kl"][row]
     if "targets" in gmem:
         found["at_target"] = _divide(gmem["target_upstream"][row], temperature)
     factor = _divide(factor, temperature)
-    found["tie"] = (rest - half * sigma) * factor
-    found["plus"] = (rest + half * (_f32(1) - sigma)) * factor
-    found["minus"] = (rest - half * (_f32(1) + sigma)) * factor
+    found["tie"] = _fma(-half, sigma, rest) * factor
+    found["plus"] = _fma(half, _f32(1) - sigma, rest) * factor
+    found["minus"] = _fma(-half, _f32(1) + sigma, rest) * factor
     return found
 
 

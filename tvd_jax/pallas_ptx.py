@@ -408,6 +408,16 @@ def divide(a: Any, b: Any) -> Any:
     return _scalar("div.rn.f32 $0, $1, $2;", a, b)
 
 
+def fma_scalar(a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` of float32 scalars, rounded once."""
+    return _scalar("fma.rn.f32 $0, $1, $2, $3;", a, b, c)
+
+
+def mul_scalar(a: Any, b: Any) -> Any:
+    """``a * b`` of float32 scalars, which no compiler contracts with what is added to it."""
+    return _scalar("mul.rn.f32 $0, $1, $2;", a, b)
+
+
 def log2(x: Any) -> Any:
     """The logarithm of a float32 scalar by the instruction that Triton uses too."""
     return _scalar("lg2.approx.ftz.f32 $0, $1;", x)
