@@ -6,6 +6,7 @@ NCCL takes no two processes on a GPU.
 """
 
 import contextlib
+import copy
 import datetime
 import faulthandler
 import functools
@@ -528,8 +529,36 @@ def modules_take_groups() -> None:
         (tvd_torch.TVDLoss, tvd_torch.tvd_loss),
         (tvd_torch.TVDFromLogitsLoss, tvd_torch.tvd_from_logits),
     ):
-        loss = module(**route.groups)(p[at], q[at])
-        torch.testing.assert_close(loss, function(p, q))
+        loss = module(**route.groups)
+        for one in (loss, copy.deepcopy(loss), copy.deepcopy(torch.nn.Sequential(loss))[0]):
+            assert one.vocab_group is loss.vocab_group and one.token_group is loss.token_group
+            torch.testing.assert_close(one(p[at], q[at]), function(p, q))
+
+
+@case
+def what_shards_have_no_rule_for_is_refused() -> None:
+    """torch.func, dual numbers and second derivatives from logits: an error, no wrong number."""
+    from torch.autograd import forward_ad
+
+    import tvd_torch
+
+    route = GroupRoute("eager", [0, 1, TOKENS], [0, 40, VOCAB])
+    p, q = (torch.from_numpy(x)[route.rows, route.columns] for x in inputs.rows(TOKENS, VOCAB))
+    words = "torch.func transforms and forward-mode derivatives take no inputs that are sharded"
+    for loss in (tvd_torch.tvd_loss, tvd_torch.tvd_from_logits):
+
+        def of(p: Any, loss: Any = loss) -> Any:
+            return loss(p, q, **route.groups)
+
+        def dual(of: Any = of) -> Any:
+            with forward_ad.dual_level():
+                return of(forward_ad.make_dual(p, torch.ones_like(p)))
+
+        raises(NotImplementedError, words, lambda f=of: torch.func.grad(f)(p))
+        raises(NotImplementedError, words, dual)
+    leaf = p.clone().requires_grad_()
+    (first,) = torch.autograd.grad(of(leaf) ** 2, leaf, create_graph=True)
+    raises(RuntimeError, "once_differentiable", lambda: first.sum().backward())
 
 
 @case

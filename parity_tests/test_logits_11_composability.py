@@ -46,6 +46,30 @@ def test_logits_no_grad_keeps_nothing(logits_torch_route: Route, function: str) 
         assert not loss.requires_grad and loss.grad_fn is None
 
 
+def test_logits_no_codes_without_a_gradient(
+    torch_kernel_route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of a byte an element is written only if a gradient is wanted."""
+    import torch
+
+    from tvd_torch import triton_launch
+
+    kept = []
+    original = triton_launch.logits_forward
+
+    def noting(*arguments: Any, **options: Any) -> None:
+        kept.append(arguments[10].numel())
+        original(*arguments, **options)
+
+    monkeypatch.setattr(triton_launch, "logits_forward", noting)
+    s, t, labels = leaves(torch_kernel_route)
+    with torch.no_grad():
+        torch_kernel_route.call(s, t, labels, function="tvd_from_logits")
+    torch_kernel_route.call(s.detach(), t.detach(), labels, function="tvd_from_logits")
+    torch_kernel_route.call(s, t, labels, function="tvd_from_logits")
+    assert kept == [0, 0, TOKENS * 2048]
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_logits_teacher_of_inference_mode(logits_torch_route: Route, function: str) -> None:
     """The teacher's logits, labels and weights come out of inference mode; the student trains."""
@@ -204,6 +228,31 @@ def test_logits_vmap(logits_jax_route: Route, in_axes: tuple[int | None, ...]) -
             )
             for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(together), strict=True):
                 np.testing.assert_allclose(np.asarray(a), np.asarray(b)[i], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("vocab", [64, 70, 1271])
+def test_logits_batches_of_upstream_gradients(logits_jax_route: Route, vocab: int) -> None:
+    """jacrev and a vmapped vjp: what the forward kept is the same for all, upstreams differ."""
+    import jax
+
+    s, t = (logits_jax_route.array(x) for x in logits(TOKENS, vocab, masked=0.0))
+    upstreams = logits_jax_route.array(np.linspace(-1, 2, 2 * TOKENS, dtype=np.float32))
+    upstreams = upstreams.reshape(2, TOKENS)
+
+    def call(s: Any, t: Any) -> Any:
+        options = {"function": "hybrid_loss", "reduction": "per_token"}
+        return logits_jax_route.call(s, t, **options)
+
+    with logits_jax_route.running():
+        _, vjp = jax.vjp(call, s, t)
+        one_by_one = [vjp(u) for u in upstreams]
+        together = jax.vmap(vjp)(upstreams)
+        jacobian = jax.jacrev(call)(s, t)
+        rows = [vjp(u)[0] for u in np.eye(TOKENS, dtype=np.float32)]
+    for i, one in enumerate(one_by_one):
+        for a, b in zip(one, together, strict=True):
+            np.testing.assert_allclose(b[i], a, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(jacobian, np.stack(rows), rtol=1e-5, atol=1e-7)
 
 
 def test_logits_checkpoint_and_forward_mode_in_xla() -> None:

@@ -1,5 +1,6 @@
 """Statistics of the tokens, and the losses that are made of them, from the same pass."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -296,3 +297,52 @@ def test_the_budget_of_a_row_grows_with_it() -> None:
         finite = np.isfinite(size)
         assert (error[finite] < 1e-4 * np.maximum(size[finite], 1)).all()
     assert additions(50257) * U32 < 1e-5
+
+
+# --- long rows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [8192 + 16, 20001], ids=["aligned", "odd"])
+@pytest.mark.parametrize("function", ["hybrid_loss", "cross_entropy_tvd_loss"])
+def test_logits_losses_of_several_windows(logits_route: Route, function: str, vocab: int) -> None:
+    """The divergence in every window, labels in the first and in the last, maxima anywhere."""
+    s, t = logits(TOKENS, vocab, masked=0.0)
+    s[0, 5000], t[0, 5001], t[3, vocab - 1] = 20.0, 19.0, 30.0
+    labels = np.array([5000, 1, -100, vocab - 1], np.int32)
+    factors = {"ce_weight": 0.5, "tvd_weight": 2.0}
+    if function == "hybrid_loss":
+        values, options = of_hybrid(1.0), {"eta": 1.0}
+    else:
+        values, options = of_cross_entropy(labels, **factors), factors
+    options = {"temperature": 1.5, "reduction": "per_token", "upstream": np.ones(4), **options}
+    logits_oracle.check_tokens(logits_route, function, s, t, labels, values, **options)
+
+
+def test_logits_cross_entropy_of_weight_0_is_left_out(logits_route: Route) -> None:
+    """A label's logit of -inf makes it inf, a label outside the vocab NaN."""
+    s, t = logits(2, VOCAB, masked=0.0)
+    s[0, 3] = -INF
+    labels = np.array([3, VOCAB], np.int32)
+    options = {"reduction": "per_token", "upstream": np.ones(2)}
+    found = logits_route.run(
+        s, t, labels, function="cross_entropy_tvd_loss", ce_weight=0, **options
+    )
+    right = logits_route.run(s, t, function="tvd_from_logits", **options)
+    for one, other in zip(dataclasses.astuple(found), dataclasses.astuple(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-32, 1e-20, 1e20, 1e32])
+@pytest.mark.parametrize("function", ["hybrid_loss", "cross_entropy_tvd_loss", "acceptance_loss"])
+def test_logits_losses_at_extreme_temperatures(
+    logits_route: Route, function: str, temperature: float
+) -> None:
+    """Cold: all in the largest logit, which both share, and the label is its. Hot: all alike."""
+    s = np.array([[3.0, 1.0, 0.0, -1.0]], np.float32)
+    t = np.array([[2.0, 1.0, 0.0, -3.0]], np.float32)
+    labels = np.zeros(1, np.int32)
+    options = {"function": function, "reduction": "per_token", "upstream": np.ones(1)}
+    result = logits_route.run(s, t, labels, temperature=temperature, **options)
+    hot = temperature > 1 and function == "cross_entropy_tvd_loss"
+    np.testing.assert_allclose(result.loss, np.log(4.0) if hot else 0.0, rtol=1e-6, atol=1e-6)
+    assert np.isfinite(result.dp).all() and np.isfinite(result.dq).all()

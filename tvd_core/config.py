@@ -85,7 +85,7 @@ PALLAS_SHORT_VOCAB = 16
 # elements; each keeps LOGITS_LANES bytes of codes. 4, 8 and 16 warps of the backward: 571, 573 and
 # 636, and 556 in all three.
 LOGITS_BACKWARD_WARPS = 4
-LOGITS_PROGRAMS_UNLIMITED = 132 * 2
+LOGITS_PROGRAMS_UNLIMITED = 2
 
 
 class LogitsLaunch(NamedTuple):
@@ -94,6 +94,7 @@ class LogitsLaunch(NamedTuple):
     warps: int
     registers: int | None
     programs: int
+    """On an SM."""
 
 
 def logits_forward_launch(*itemsizes: int) -> LogitsLaunch:
@@ -105,14 +106,18 @@ def logits_forward_launch(*itemsizes: int) -> LogitsLaunch:
     until they are read again.
     """
     if sum(itemsizes) <= 4:
-        return LogitsLaunch(8, 80, 132 * 3)
-    return LogitsLaunch(16, None, 132)
+        return LogitsLaunch(8, 80, 3)
+    return LogitsLaunch(16, None, 1)
 
 
 # Elements at the start of a row whose maximum the exponents are relative to, unless the sums show
 # that it was far too low. Not more than the first sub-tile of windows that start anywhere.
 LOGITS_SAMPLE = LOGITS_LANES - WINDOW_ALIGNMENT
-LOGITS_PALLAS_BLOCKS = 132
+# They show it above this: each exponent is rounded relative to its size, up to 32 more units in the
+# last place of an exponential. A row of which they are above is summed again from its maximum.
+LOGITS_HIGHEST_SUM = 2.0**32
+# Below what a lane can meet: finite, so that the exponential of a masked logit is 0, not NaN.
+LOGITS_LOWEST = -3.0e38
 
 
 def logits_pallas_stages(slot_bytes: int) -> int:

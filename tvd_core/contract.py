@@ -27,10 +27,13 @@ LOGITS_TILE = LOGITS_LANES * CODES_PER_BYTE
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
-KERNEL_VOCAB = 2**31 - 4096  # positions in a row, up to two tiles beyond it, are 32 bits wide
+KERNEL_VOCAB = 2**31 - 2 * LOGITS_TILE  # positions, up to two tiles beyond, are 32 bits wide
 # Compute capabilities of the first GPUs with what the kernels use: L2 eviction policies, TMA.
 TRITON_CAPABILITY = (8, 0)
 PALLAS_CAPABILITY = (9, 0)
+# Those whose SMs have the 228 KiB of shared memory that Pallas's rings are sized for. Consumer
+# Blackwell (12) has 100.
+PALLAS_GENERATIONS = (9, 10)
 # Float32 without its subnormal numbers: XLA takes those for 0 on a CPU, 1e-30 / 1e-40 is inf there.
 FLOAT32_RANGE = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 # What is multiplied with logits in base 2, log2(e) / temperature, is kept in this range: times -inf
@@ -259,6 +262,15 @@ def capability_message(needed: tuple[int, int], found: tuple[int, int], remedy: 
     )
 
 
+def shared_memory_message(found: tuple[int, int], remedy: str) -> str:
+    """Words for a GPU whose shared memory is too small for Pallas's rings."""
+    generations = " and ".join(f"{major}.x" for major in PALLAS_GENERATIONS)
+    return (
+        f"it needs the shared memory of a GPU of compute capability {generations}, this one has "
+        f"{found[0]}.{found[1]}: use {remedy}"
+    )
+
+
 def kernel_vocab_message(implementation: str, vocab: int, remedy: str) -> str:
     """Words for rows whose positions do not fit in 32 bits."""
     return (
@@ -301,4 +313,12 @@ def no_compiled_forward_mode_message(implementation: str, remedy: str) -> str:
     return (
         f"implementation {implementation!r} has no forward-mode derivative under torch.compile: "
         f"use implementation {remedy!r}"
+    )
+
+
+def no_sharded_transform_message(remedy: str) -> str:
+    """Words for a transform of a loss whose inputs are spread over processes."""
+    return (
+        "torch.func transforms and forward-mode derivatives take no inputs that are sharded: use "
+        f"{remedy}"
     )

@@ -7,21 +7,21 @@ A row is read twice, for the maximum and the sum of each softmax, then for the d
 second time it comes from L2, because the programs hold no more rows at a time than fit there.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
+from tvd_core import config, contract
 from tvd_core.triton_kernels import INTERPRETED, _base, _known_multiple, _shift
 
-# As in tvd_core.contract, which a kernel cannot read.
-LANES = tl.constexpr(2048)
-TILE = tl.constexpr(8192)  # 4 sub-tiles of LANES elements, whose codes share LANES bytes
-WINDOW_ALIGNMENT = tl.constexpr(64)
-# Below what a lane can meet: finite, so that the exponential of a masked logit is 0, not NaN.
-LOWEST = tl.constexpr(-3.0e38)
-# A sum above this is computed again relative to the true maximum.
-HIGHEST_SUM = tl.constexpr(2.0**100)
-SAMPLE = tl.constexpr(1984)  # elements: those of the first window, wherever it starts
-LN2 = tl.constexpr(0.6931471805599453)
+LANES = tl.constexpr(contract.LOGITS_LANES)
+TILE = tl.constexpr(contract.LOGITS_TILE)  # 4 sub-tiles of LANES elements, whose codes share bytes
+WINDOW_ALIGNMENT = tl.constexpr(config.WINDOW_ALIGNMENT)
+LOWEST = tl.constexpr(config.LOGITS_LOWEST)
+HIGHEST_SUM = tl.constexpr(config.LOGITS_HIGHEST_SUM)
+SAMPLE = tl.constexpr(config.LOGITS_SAMPLE)
+LN2 = tl.constexpr(math.log(2))
 # What STATISTICS says of the references and sums of the rows. Shards of rows need the last two:
 # ALONE, then GIVEN what those of all the shards come to.
 COMPUTED = tl.constexpr(0)
@@ -458,10 +458,11 @@ def logits_backward_kernel(
     shift = _shift(row, vocab, ALIGNED)
     base = _base(row, vocab, ALIGNED)
     end = shift + vocab
-    readable = _readable_of(base, end, tokens, vocab)
     kept = True
     if HAS_WEIGHTS:
         kept = tl.load(weights_ptr + row) != 0.0
+    read = tl.where(kept, end, 0)
+    readable = tl.where(kept, _readable_of(base, end, tokens, vocab), 0)
     reference = tl.load(rows_ptr + row)
     factor = tl.load(rows_ptr + tokens + row)
     sigma = tl.load(rows_ptr + 2 * tl.cast(tokens, tl.int64) + row)
@@ -498,7 +499,6 @@ def logits_backward_kernel(
     zero = tl.zeros([LANES], tl.float32)
     codes = tl.load(codes_row + start // 4 + lanes, eviction_policy="evict_first").to(tl.int32)
     inner = (start + TILE <= end) & (start >= shift)
-    read = tl.where(kept, end, 0)
     for k in tl.static_range(4):
         position = start + k * LANES + lanes
         inside = (position >= shift) & (position < end)
@@ -508,10 +508,10 @@ def logits_backward_kernel(
             if HAS_KL:
                 other = tl.load(other_ptr + base + position, mask=mask, other=0.0).to(tl.float32)
         else:
-            x = _logits(x_ptr + base, position, shift, end, readable, True, ALIGNED, "evict_first")
+            x = _logits(x_ptr + base, position, shift, read, readable, True, ALIGNED, "evict_first")
             if HAS_KL:
                 other = _logits(
-                    other_ptr + base, position, shift, end, readable, True, ALIGNED, "evict_first"
+                    other_ptr + base, position, shift, read, readable, True, ALIGNED, "evict_first"
                 )
         code = (codes >> (6 - 2 * k)) & 3
         coefficient = tl.where(code >= 2, minus, tl.where(code == 1, plus, tie))

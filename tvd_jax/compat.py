@@ -84,6 +84,14 @@ def gpu_compute_capability() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
+def sm_count() -> int:
+    """SMs of the GPU, 132 (H100, H200) where none is seen. Sets grids, never a result."""
+    try:
+        return int(jax.devices("cuda")[0].core_count)
+    except (RuntimeError, AttributeError):
+        return 132
+
+
 def layout_cast(x: Any, layout: Any) -> Any:
     """``plgpu.layout_cast``; nothing in the interpreter, which lacks it in JAX 0.10.2."""
     return x if interpreting() else plgpu.layout_cast(x, layout)

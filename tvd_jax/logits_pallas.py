@@ -12,6 +12,7 @@ whole row, the second time reads shared memory, else L2.
 
 import enum
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,11 +29,10 @@ from tvd_jax import compat, pallas_ptx
 GROUPS = LOGITS_LANES // LANES
 SUB_TILES = LOGITS_TILE // LOGITS_LANES
 ROW_ALIGNMENT = 16  # bytes at a multiple of which rows must start for TMA
-COPY_UNIT = 16  # elements: what an empty copy copies
-LOWEST = -3.0e38
-HIGHEST_SUM = 2.0**100
+LOWEST = config.LOGITS_LOWEST
+HIGHEST_SUM = config.LOGITS_HIGHEST_SUM
 SAMPLE = config.LOGITS_SAMPLE
-LN2 = 0.6931471805599453
+LN2 = math.log(2)
 _ADD, _MAX = "add", "max"
 
 
@@ -324,7 +324,7 @@ def _forward(
     }
     optional = {"weights": row_weights, "given": given}
     named = {"s": student, "t": teacher} | {k: x for k, x in optional.items() if x is not None}
-    blocks = min(tokens, config.LOGITS_PALLAS_BLOCKS)
+    blocks = min(tokens, compat.sm_count())  # a block takes an SM's shared memory whole
 
     def body(*refs: Any) -> None:
         in_gmem = dict(zip(named, refs, strict=False))
@@ -373,7 +373,7 @@ def _forward(
             plgpu.barrier_wait(slot(s)[2])
             return s
 
-        def statistics_of(row: Any, first: Any) -> tuple[Any, ...]:
+        def statistics_of(row: Any, first: Any, kept: Any) -> tuple[Any, ...]:
             """The reference of both rows, and the sums of their exponentials relative to it."""
 
             def sums(tile: Any, count: int, carry: Any, masked: bool) -> Any:
@@ -425,7 +425,7 @@ def _forward(
             keep_statistics((s_reference, t_reference, s_sum, t_sum))
             within = (s_sum < _f32(HIGHEST_SUM)) & (t_sum < _f32(HIGHEST_SUM))
 
-            @pl.when(jnp.logical_not(within))
+            @pl.when(kept & jnp.logical_not(within))
             def _() -> None:
                 """Relative to the true maximum: the sample's was far below, or there is a NaN."""
 
@@ -550,7 +550,7 @@ def _forward(
                 return jnp.where(kept, x, _f32(ignored))
 
             if given is None:
-                s_reference, t_reference, *sums = statistics_of(row, first)
+                s_reference, t_reference, *sums = statistics_of(row, first, kept)
                 if alone:
                     pl.when(group == 0)(
                         lambda: write_rows(row, select, (s_reference, t_reference), sums)

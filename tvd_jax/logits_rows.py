@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from tvd_core.contract import NORMALIZED_REDUCTIONS
+from tvd_core import config
+from tvd_core.contract import NORMALIZED_REDUCTIONS, logit_scale
 from tvd_jax import sharded
 from tvd_jax.logits_xla import Rows
 from tvd_jax.sharded import NOT_SPREAD, Axes
 
-LN2 = 0.6931471805599453
-LOWEST = -3.0e38  # the kernels' reference of a row without a logit above it
+LN2 = math.log(2)
 
 
 def rows(
@@ -130,7 +131,7 @@ def _run(
     target_logit = None
     if targets is not None:
         at_target = jnp.take_along_axis(student, jnp.maximum(targets, 0)[..., None], -1)[..., 0]
-        target_logit = at_target.astype(jnp.float32) * jnp.float32(1.0 / static.temperature)
+        target_logit = at_target.astype(jnp.float32) * jnp.float32(logit_scale(static.temperature))
         target_logit = jnp.where(targets < 0, 0, target_logit)
         if row_weights is not None:
             target_logit = jnp.where(row_weights == 0, 0, target_logit)
@@ -183,7 +184,7 @@ def _run_shards(
     of_shard = functools.partial(kernels.logits_statistics, temperature=temperature)
     own = jnp.stack(_call_kernel(of_shard, leading, rows, (1, 1)))
     # How a maximum over devices takes a NaN is not defined. The sums show it.
-    reference = jnp.where(jnp.isnan(own[:, 0]), LOWEST, own[:, 0])
+    reference = jnp.where(jnp.isnan(own[:, 0]), config.LOGITS_LOWEST, own[:, 0])
     highest = sharded.pmax(reference, axes)
     total = sharded.psum(own[:, 1] * jnp.exp2(reference - highest), axes)
     factor = 1 / total

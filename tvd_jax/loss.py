@@ -16,6 +16,7 @@ from tvd_core.contract import (
     KERNEL_DTYPES,
     KERNEL_VOCAB,
     PALLAS_CAPABILITY,
+    PALLAS_GENERATIONS,
     REDUCTIONS,
     TRITON_CAPABILITY,
     as_number,
@@ -26,6 +27,7 @@ from tvd_core.contract import (
     dtype_name,
     kernel_dtype_message,
     kernel_vocab_message,
+    shared_memory_message,
 )
 from tvd_jax import compat, pallas_ptx, sharded, triton_launch, xla
 
@@ -57,6 +59,8 @@ def _unavailable_reason(implementation: str) -> str | None:
         )
     if capability < needed:
         return capability_message(needed, capability, _others(implementation))
+    if implementation == "pallas" and capability[0] not in PALLAS_GENERATIONS:
+        return shared_memory_message(capability, _others(implementation))
     if implementation == "pallas" and not pallas_ptx.importable():
         return (
             f"JAX {jax.__version__} has other names for what the kernels' PTX is written with: "

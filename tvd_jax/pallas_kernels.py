@@ -151,7 +151,7 @@ class _Tiling:
         """Blocks of a persistent grid over the rows."""
         per_sm = config.PALLAS_SMEM_PER_SM // (smem_bytes + config.PALLAS_SMEM_PER_BLOCK)
         per_sm = max(1, min(per_sm, config.PALLAS_MAX_BLOCKS_PER_SM))
-        return min(self.tokens, per_sm * _sm_count())
+        return min(self.tokens, per_sm * compat.sm_count())
 
     def vector(self, x: Any) -> Any:
         """Lays LANES register elements out over the warpgroup."""
@@ -476,14 +476,6 @@ def _row_loop(
         return carry
 
     lax.fori_loop(_i32(0), rows, row_step, _i32(0))
-
-
-def _sm_count() -> int:
-    """SMs of the GPU, 132 (H100, H200) where none is seen. Sets the grid, never a result."""
-    try:
-        return int(jax.devices("cuda")[0].core_count)
-    except (RuntimeError, AttributeError):
-        return 132
 
 
 def _smem_bytes(scratch: Sequence[Any]) -> int:

@@ -181,6 +181,15 @@ def backward(
     return [None if dtype is None else g for dtype, g in zip(dtypes, gradients, strict=True)]
 
 
+def _aligned(x: jax.Array) -> jax.Array:
+    """Rows of a multiple of 16 elements, filled up with -inf, which changes nothing.
+
+    The codes of other rows start where the row does in memory: a batch that JAX makes of codes and
+    something else in the backward would read them at the wrong place.
+    """
+    return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 16)), constant_values=-jnp.inf)
+
+
 def logits_forward(
     student: jax.Array,
     teacher: jax.Array,
@@ -253,6 +262,7 @@ def _logits_forward(
 ) -> tuple[Any, ...]:
     from tvd_core import logits_kernels
 
+    student, teacher = _aligned(student), _aligned(teacher)
     tokens, vocab = student.shape
     values = jax.ShapeDtypeStruct((tokens,), jnp.float32)
     three = jax.ShapeDtypeStruct((3, tokens), jnp.float32)
@@ -261,7 +271,7 @@ def _logits_forward(
     nothing = jax.ShapeDtypeStruct((1,), jnp.uint8)
     # jax-triton cannot limit the registers, and then two programs an SM are what fits.
     launch = config.logits_forward_launch(student.dtype.itemsize, teacher.dtype.itemsize)
-    programs = min(launch.programs, config.LOGITS_PROGRAMS_UNLIMITED)
+    programs = min(launch.programs, config.LOGITS_PROGRAMS_UNLIMITED) * compat.sm_count()
     *results, kl, codes_out = _call(
         logits_kernels.logits_forward_kernel,
         student,
@@ -286,7 +296,7 @@ def _logits_forward(
         HAS_WEIGHTS=row_weights is not None,
         KEEP_CODES=keep_codes,
         WANT_KL=want_kl,
-        ALIGNED=vocab % 16 == 0,
+        ALIGNED=True,
         STATISTICS=getattr(logits_kernels, statistics).value,
     )
     return *results, kl if want_kl else None, codes_out if keep_codes else None
@@ -312,12 +322,14 @@ def logits_backward(
     """The gradient of the student's or of the teacher's logits, in their dtype."""
     from tvd_core.logits_kernels import logits_backward_kernel
 
+    own_vocab = logits.shape[1]
+    logits = _aligned(logits)
     tokens, vocab = logits.shape
     vectors = (other_rows, tvd_upstream, lse_upstream, kl_upstream, kl, target_upstream)
     (gradient,) = _call(
         logits_backward_kernel,
         logits,
-        logits if other is None else other,
+        logits if other is None else _aligned(other),
         codes,
         rows,
         *(rows if x is None else x for x in vectors),
@@ -336,6 +348,6 @@ def logits_backward(
         HAS_KL=kl_upstream is not None,
         HAS_TARGET=target_upstream is not None,
         HAS_WEIGHTS=row_weights is not None,
-        ALIGNED=vocab % 16 == 0,
+        ALIGNED=True,
     )
-    return gradient
+    return gradient[:, :own_vocab]

@@ -228,6 +228,9 @@ class TVDFromLogitsLoss(torch.nn.Module):
             implementation=self.implementation,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        return sharded.deep_copy(self, memo)
+
     def extra_repr(self) -> str:
         """Options shown by ``print(module)``."""
         return (
@@ -383,7 +386,7 @@ def cross_entropy_tvd_loss(
     Args:
         labels: integers with the leading shape, ``ignore_index`` or a position in the vocab. The
             loss of a token with another label is NaN.
-        ce_weight: factor of the cross entropy, a number from 0 on.
+        ce_weight: factor of the cross entropy, a number from 0 on; with 0 it is left out.
         tvd_weight: factor of the distance, a number from 0 on.
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"`` or ``"per_token"``.
 
@@ -421,7 +424,9 @@ def cross_entropy_tvd_loss(
     cross_entropy = rows.student_lse - rows.target_logit
     outside = ~inside if call.row_weights is None else ~inside & (call.row_weights != 0)
     cross_entropy = torch.where(outside, torch.nan, cross_entropy)
-    per_token = float(ce_weight) * cross_entropy + float(tvd_weight) * rows.tvd
+    per_token = float(tvd_weight) * rows.tvd
+    if ce_weight:  # 0 * inf would be NaN, and a label's logit may be -inf
+        per_token = float(ce_weight) * cross_entropy + per_token
     return _reduced(call, per_token, reduction)
 
 

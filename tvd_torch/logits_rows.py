@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tvd_core import config
-from tvd_core.contract import no_compiled_forward_mode_message
+from tvd_core.contract import logit_scale, no_compiled_forward_mode_message
 from tvd_torch import eager, triton_launch
 from tvd_torch.eager import forward_mode, saveable, transformed
 from tvd_torch.logits_eager import Rows
 from tvd_torch.sharded import all_reduced, sum_in_order
-
-LOWEST = -3.0e38  # the kernels' reference of a row without a logit above it
 
 
 def rows(
@@ -106,7 +104,7 @@ def _rows_op(
         if targets is not None:
             torch.mul(
                 student.gather(1, targets[:, None])[:, 0].to(torch.float32),
-                1.0 / temperature,
+                logit_scale(temperature),
                 out=target_logit,
             )
             if row_weights is not None:
@@ -264,7 +262,7 @@ class ShardedRows(torch.autograd.Function):
         kept = None if row_weights is None else row_weights != 0
         reference, total = _statistics_op(student, teacher, row_weights, temperature).unbind(1)
         # How a maximum over processes takes a NaN is not defined. The sums show it.
-        reference = torch.where(reference.isnan(), LOWEST, reference)
+        reference = torch.where(reference.isnan(), config.LOGITS_LOWEST, reference)
         top = all_reduced(reference, groups, "max")
         total = sum_in_order(total * torch.exp2(reference - top), groups)
         given = torch.stack([top, 1.0 / total], 1)
@@ -300,7 +298,7 @@ def _at_targets(student: Tensor, targets: Tensor, temperature: float) -> Tensor:
     if not student.shape[1]:
         return student.new_zeros(student.shape[0], dtype=torch.float32)
     found = student.gather(1, targets.clamp(min=0)[:, None])[:, 0].to(torch.float32)
-    return torch.where(targets >= 0, found * (1.0 / temperature), 0.0)
+    return torch.where(targets >= 0, found * logit_scale(temperature), 0.0)
 
 
 @torch.library.custom_op("tvd_torch::logits_statistics", mutates_args=())
@@ -309,7 +307,7 @@ def _statistics_op(
 ) -> Tensor:
     """``[2, 2, tokens]``: of student and teacher, the reference of each row and its sum."""
     rows = student.new_zeros((2, 2, student.shape[0]), dtype=torch.float32)
-    rows[:, 0] = LOWEST
+    rows[:, 0] = config.LOGITS_LOWEST
     if student.numel():
         nothing = rows[0, 0, :0]
         triton_launch.logits_forward(

@@ -286,6 +286,9 @@ class TVDLoss(torch.nn.Module):
             implementation=self.implementation,
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        return sharded.deep_copy(self, memo)
+
     def extra_repr(self) -> str:
         """Options shown by ``print(module)``."""
         return (

@@ -5,6 +5,7 @@ is cut; never rows. Every process of a group then holds the loss that a single d
 and its backward gives the gradient of its own shard of the inputs.
 """
 
+import copy
 import functools
 from typing import Any, NamedTuple
 
@@ -13,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tvd_core.contract import NORMALIZED_REDUCTIONS, group_message, logit_scale
+from tvd_core.contract import (
+    NORMALIZED_REDUCTIONS,
+    group_message,
+    logit_scale,
+    no_sharded_transform_message,
+)
 from tvd_torch import eager, logits_eager
 from tvd_torch.logits_eager import Rows
 
@@ -87,9 +93,21 @@ def check_groups(vocab_group: Any, token_group: Any) -> None:
         )
 
 
+def deep_copy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    """A copy of a module with the same process groups, which cannot be copied."""
+    copied = type(module).__new__(type(module))
+    memo[id(module)] = copied
+    for group in (module.vocab_group, module.token_group):
+        memo[id(group)] = group
+    copied.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return copied
+
+
 def of(p: Tensor, q: Tensor, names: tuple[str, str], vocab_group: Any, token_group: Any) -> Shards:
     """The shards of a call, whose arguments are checked here."""
     check_groups(vocab_group, token_group)
+    if not torch.compiler.is_compiling() and eager.transformed():
+        raise NotImplementedError(no_sharded_transform_message("torch.autograd"))
     if any(hasattr(x, "device_mesh") for x in (p, q)):
         return _of_dtensors(p, q, names, vocab_group, token_group)
     vocab, tokens = (() if group is None else (group,) for group in (vocab_group, token_group))

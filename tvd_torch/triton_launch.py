@@ -84,7 +84,12 @@ _compiled: dict[tuple[Any, ...], Any] = {}
 
 
 def _launch(
-    kernel: Any, programs: int, *arguments: Any, num_warps: int, **constants: bool | int
+    kernel: Any,
+    programs: int,
+    *arguments: Any,
+    num_warps: int,
+    options: tuple[tuple[str, Any], ...] = (),
+    **constants: bool | int,
 ) -> None:
     """``kernel[programs](*arguments, **constants)``, without Triton's search for what to run.
 
@@ -93,18 +98,19 @@ def _launch(
     first launch of a kind.
 
     Args:
+        options: of the compiler, beside ``num_warps``.
         constants: the constexprs, in the order of the kernel's parameters.
     """
     device = arguments[0].device
     key = _key(arguments)
     # By id, because Triton hashes a kernel's source for it. The module keeps the kernels.
-    key = key and (id(kernel), device, num_warps, *key, *constants.values())
+    key = key and (id(kernel), device, num_warps, *options, *key, *constants.values())
     compiled = _compiled.get(key) if key else None
     if compiled is not None:
         stream = torch._C._cuda_getCurrentRawStream(device.index)
         compiled[programs, 1, 1](*arguments, *constants.values(), stream=stream)
         return
-    compiled = kernel[programs,](*arguments, **constants, num_warps=num_warps)
+    compiled = kernel[programs,](*arguments, **constants, **dict(options), num_warps=num_warps)
     if key and compiled is not None:  # None in the interpreter
         _compiled[key] = compiled
 
@@ -203,7 +209,10 @@ def forward(
     elementwise = torch.empty_like(p, dtype=torch.float32) if reduction == "none" else None
     labels_arg = p if labels is None else _plain(labels)
     weights_arg = p if weights is None else _plain(weights)
-    row_flags = {"HAS_LABELS": labels is not None, "HAS_WEIGHTS": weights is not None}
+    row_flags: dict[str, Any] = {
+        "HAS_LABELS": labels is not None,
+        "HAS_WEIGHTS": weights is not None,
+    }
 
     kernels = _kernels()
     with _on_device_of(p):
@@ -313,6 +322,19 @@ def backward(
     return dp, dq
 
 
+_NO_CONTRACTION = (("enable_fp_fusion", False),)
+
+
+@functools.cache
+def _sm_count(device: torch.device) -> int:
+    """SMs of a GPU, 132 (H100, H200) for the interpreter. Sets grids, never a result."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 132
+    )
+
+
 def logits_forward(
     student: Tensor,
     teacher: Tensor,
@@ -340,7 +362,9 @@ def logits_forward(
     keep_codes, want_kl = codes.numel() > 0, kl.numel() > 0
     with _on_device_of(student):
         launch = config.logits_forward_launch(student.itemsize, teacher.itemsize)
-        logits_kernels.logits_forward_kernel[min(tokens, launch.programs),](
+        _launch(
+            logits_kernels.logits_forward_kernel,
+            min(tokens, launch.programs * _sm_count(student.device)),
             student,
             teacher,
             tvd if row_weights is None else _plain(row_weights),
@@ -361,8 +385,7 @@ def logits_forward(
             ALIGNED=vocab % 16 == 0,
             STATISTICS=getattr(logits_kernels, statistics).value,
             num_warps=launch.warps,
-            maxnreg=launch.registers,
-            enable_fp_fusion=False,
+            options=(("maxnreg", launch.registers), *_NO_CONTRACTION),
         )
 
 
@@ -393,7 +416,9 @@ def logits_backward(
         return rows if x is None else _plain(x)
 
     with _on_device_of(logits):
-        logits_kernels.logits_backward_kernel[tokens * config.logits_windows(vocab),](
+        _launch(
+            logits_kernels.logits_backward_kernel,
+            tokens * config.logits_windows(vocab),
             logits,
             logits if kl_upstream is None or other is None else _plain(other),
             codes,
@@ -418,5 +443,5 @@ def logits_backward(
             HAS_WEIGHTS=row_weights is not None,
             ALIGNED=vocab % 16 == 0,
             num_warps=config.LOGITS_BACKWARD_WARPS,
-            enable_fp_fusion=False,
+            options=_NO_CONTRACTION,
         )
