@@ -72,13 +72,13 @@ def logits_forward(
     options = {"temperature": temperature, "want_kl": want_kl}
     two = logits_statistics(student, teacher, weights, temperature=temperature)
     given = jnp.stack([two[0][0], 1 / two[0][1], two[1][0], 1 / two[1][1]])
-    tvd, sigma, kl, codes = logits_differences(
+    tvd, below, kl, codes = logits_differences(
         student, teacher, weights, given, keep_codes=True, **options
     )
     lse = [_selected(weights, (x[0] + jnp.log2(x[1])) * LN2) for x in two]
     if want_kl:
         kl = _selected(weights, kl + (jnp.log2(given[3]) - jnp.log2(given[1])) * LN2)
-    rows = [jnp.stack([*given[:2], sigma]), jnp.stack([*given[2:], sigma - 2 * tvd])]
+    rows = [jnp.stack([*given[:2], below]), jnp.stack([*given[2:], below + 2 * tvd])]
     return tvd, *rows, *lse, kl, codes if keep_codes else None
 
 
@@ -108,7 +108,7 @@ def logits_differences(
     if not keep_codes:
         return tvd, None, kl, None
     codes = jnp.pad(signs.astype(jnp.int8), ((0, 0), (0, s.shape[1] // 2)))
-    return tvd, _selected(weights, (p * signs).sum(-1)) + 0 * tvd, kl, codes
+    return tvd, _selected(weights, (p * (1 - signs)).sum(-1)) + 0 * tvd, kl, codes
 
 
 def logits_backward(
@@ -133,7 +133,7 @@ def logits_backward(
 
     p = softmax(logits, rows)
     half = (0.5 if is_student else -0.5) * tvd_upstream
-    dx = half[:, None] * p * (codes[:, : logits.shape[1]] - rows[2][:, None])
+    dx = half[:, None] * p * (codes[:, : logits.shape[1]] - 1 + rows[2][:, None])
     if lse_upstream is not None:
         dx = dx + lse_upstream[:, None] * p
     if kl_upstream is not None:

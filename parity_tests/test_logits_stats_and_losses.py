@@ -165,9 +165,23 @@ def test_logits_acceptance_loss_flows_where_the_acceptance_is_cut_off(
     np.testing.assert_allclose(result.loss, 24 * np.log(2.0), rtol=1e-5)
     expected = 2.0**24 * 2.0**-27  # p (1 - p) of the distance's gradient
     np.testing.assert_allclose(result.dp[0, 1], -expected, rtol=1e-4)
-    # Of the element that holds the rest, 1 - p * 1 cancels to a multiple of 2**-24 in the kernels.
-    error = 2.0**24 * U32 if logits_route.is_kernel else 1e-4 * expected
-    np.testing.assert_allclose(result.dp[0, 0], expected, atol=error)
+    np.testing.assert_allclose(result.dp[0, 0], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [14, 18, 20, 22])
+def test_logits_gradient_of_a_student_that_is_sure_and_wrong(
+    logits_route: Route, bits: int
+) -> None:
+    """An overlap of about 2**-bits: what is left of the highest element's gradient, times that."""
+    s, t = np.zeros((1, 50), np.float32), np.zeros((1, 50), np.float32)
+    s[0, 0] = t[0, 1] = (bits + 5) * np.log(2.0)
+    t[0, 2:] = -1.0  # no ties, which a rounding could make anything
+    result = logits_route.run(s, t, function="tvd_from_logits")
+    p, q = (np.exp(x.astype(np.float64)) / np.exp(x.astype(np.float64)).sum() for x in (s, t))
+    signs = np.sign(p - q)
+    expected = 0.5 * p * (signs - (p * signs).sum())
+    np.testing.assert_allclose(result.dp[0, :1], expected[0, :1], rtol=1e-5)
+    assert abs(result.dp.sum()) < 1e-5 * expected[0, 0]
 
 
 # --- hybrid_loss ---------------------------------------------------------------------------------

@@ -219,17 +219,17 @@ def _difference_tile(
     t_reference,
     t_factor,
     distance,
-    sigma,
+    below,
     divergence,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
     KEEP_CODES: tl.constexpr,
     WANT_KL: tl.constexpr,
 ):
-    """Adds |p - q|, sign(p - q) * p / s_factor and q * (log2(q / p) + a constant) to the lanes.
+    """Adds |p - q|, (1 - sign(p - q)) * p / s_factor and q * (log2(q / p) + a constant).
 
-    The code of an element: bit 0 says that p and q differ, bit 1 that p < q; that of the first
-    sub-tile takes the highest two bits of a byte.
+    The code of an element is 0 at a tie, 1 where p > q, 2 where p < q; that of the first sub-tile
+    takes the highest two bits of a byte.
     """
     lanes = tl.arange(0, LANES)
     codes = tl.zeros([LANES], tl.uint32)
@@ -246,18 +246,16 @@ def _difference_tile(
         d = exponential * s_factor - q
         distance += tl.abs(d)
         if KEEP_CODES:
-            # The exponential with the sign of d. No d is -0: 0 - 0 and x - x round to +0.
-            sign = d.to(tl.int32, bitcast=True) & -2147483648
-            signed = (exponential.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-            sigma += tl.where(d != 0.0, signed, 0.0)
-            # |d| is below 2: the highest bit of its exponent, which comes along, is 0.
+            below += tl.where(d > 0.0, 0.0, exponential)
+            below += tl.where(d < 0.0, exponential, 0.0)
+            # The sign and, as |d| is below 2, a 0. No d is -0: 0 - 0 and x - x round to +0.
             codes = (codes << 2) | (d.to(tl.uint32, bitcast=True) >> 30)
-            codes += tl.where(d != 0.0, 1, 0).to(tl.uint32)
+            codes += tl.where(d > 0.0, 1, 0).to(tl.uint32)
         if WANT_KL:
             divergence += tl.where(q == 0.0, 0.0, q * (t - s))
     if KEEP_CODES:
         tl.store(codes_row + start // 4 + lanes, codes.to(tl.uint8))
-    return distance, sigma, divergence
+    return distance, below, divergence
 
 
 @triton.jit
@@ -279,37 +277,37 @@ def _differences(
 ):
     """What ``_difference_tile`` adds up over a row, by lane, from the row's first element on."""
     distance = tl.zeros([LANES], tl.float32)
-    sigma = tl.zeros([LANES], tl.float32)
+    below = tl.zeros([LANES], tl.float32)
     divergence = tl.zeros([LANES], tl.float32)
     full = end // TILE * TILE
     first = 0 if ALIGNED else TILE
     if not ALIGNED:  # noqa: SIM102 (known when compiling)
         if full > 0:
-            distance, sigma, divergence = _difference_tile(
+            distance, below, divergence = _difference_tile(
                 s_row, t_row, codes_row, 0, shift, end, readable, scale,
-                s_reference, s_factor, t_reference, t_factor, distance, sigma, divergence,
+                s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
                 True, ALIGNED, KEEP_CODES, WANT_KL,
             )  # fmt: skip
     for start in range(first, full, TILE):
-        distance, sigma, divergence = _difference_tile(
+        distance, below, divergence = _difference_tile(
             s_row, t_row, codes_row, start, shift, end, readable, scale,
-            s_reference, s_factor, t_reference, t_factor, distance, sigma, divergence,
+            s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
             False, ALIGNED, KEEP_CODES, WANT_KL,
         )  # fmt: skip
     if full < end:
-        distance, sigma, divergence = _difference_tile(
+        distance, below, divergence = _difference_tile(
             s_row, t_row, codes_row, full, shift, end, readable, scale,
-            s_reference, s_factor, t_reference, t_factor, distance, sigma, divergence,
+            s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
             True, ALIGNED, KEEP_CODES, WANT_KL,
         )  # fmt: skip
     if not ALIGNED:
         rotation = (tl.arange(0, LANES) + shift) % LANES
         distance = tl.gather(distance, rotation, 0)
         if KEEP_CODES:
-            sigma = tl.gather(sigma, rotation, 0)
+            below = tl.gather(below, rotation, 0)
         if WANT_KL:
             divergence = tl.gather(divergence, rotation, 0)
-    return distance, sigma, divergence
+    return distance, below, divergence
 
 
 # Numbers are not specialized, so that none of them compiles a new kernel.
@@ -340,12 +338,13 @@ def logits_forward_kernel(
     Grid: any number of programs. ``scale`` is log2(e) / T. A row of weight 0 is not read: its
     results are 0, its codes not written. s_rows and t_rows are [3, tokens]: the reference m * scale
     (m the highest logit), the factor 1 / sum_v 2 ** (x_v * scale - reference), and
-    sum_v p_v * sign(p_v - q_v), or with q_v in t_rows. lse is the log-sum-exp of x / T, divergence
-    KL(q || p), both in nats.
+    sum_v p_v * (1 - sign(p_v - q_v)), or with q_v in t_rows. That sum keeps what 1 - (a sum of
+    signs) would lose of a student that puts almost all where the teacher puts almost nothing. lse
+    is the log-sum-exp of x / T, divergence KL(q || p), both in nats.
 
     STATISTICS ALONE: writes the references, and the sums where the factors would be, nothing else.
     GIVEN: ``given`` is [2, 2, tokens], the reference and factor of s and of t, of rows of which
-    these are shards. Writes the shard's part of the distance, of sum_v p_v * sign(p_v - q_v) into
+    these are shards. Writes the shard's part of the distance, of the third sum into
     s_rows, and of the divergence, which lacks log(t_factor / s_factor); nothing else.
     """
     vocab = _known_multiple(vocab, ALIGNED)
@@ -388,19 +387,21 @@ def logits_forward_kernel(
             tl.store(t_rows_ptr + tokens + row + one, tl.where(kept, t_factor, 1.0) + 0.0 * one)
 
         if STATISTICS != ALONE:
-            distance, sigma, divergence = _differences(
+            distance, below, divergence = _differences(
                 s_row, t_row, codes_row, shift, end, readable, scale,
                 s_highest, s_factor, t_highest, t_factor, ALIGNED, KEEP_CODES, WANT_KL,
             )  # fmt: skip
             value = tl.where(kept, _sum_lanes(distance) * 0.5, 0.0)
             tl.store(distance_ptr + row + one, value)
             if KEEP_CODES:
-                # NaN where the value is NaN, though no comparison was true there.
-                s_sigma = tl.where(kept, _sum_lanes(sigma) * s_factor, 0.0) + value * 0.0
-                tl.store(s_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, s_sigma)
+                s_below = tl.where(kept, _sum_lanes(below) * s_factor, 1.0)
+                if STATISTICS == COMPUTED:  # 1 if all are ties, for gradients of 0
+                    s_below = tl.where(value == 0.0, 1.0, s_below)
+                s_below += value * 0.0  # NaN where that is, though no comparison was true there
+                tl.store(s_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, s_below)
                 if STATISTICS == COMPUTED:
-                    t_sigma = s_sigma - 2.0 * value
-                    tl.store(t_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, t_sigma)
+                    t_below = s_below + 2.0 * value
+                    tl.store(t_rows_ptr + 2 * tl.cast(tokens, tl.int64) + row + one, t_below)
             if WANT_KL:
                 value = _sum_lanes(divergence)
                 if STATISTICS == COMPUTED:
@@ -443,8 +444,8 @@ def logits_backward_kernel(
 ):
     """Gradient of the logits x, the student's (SIGN 1) or the teacher's (SIGN -1).
 
-    dx_v = (p_v * (SIGN * 0.5 * distance_upstream * (sign_v - sigma) + sum_upstream) ...) / T with
-    p = softmax(x) from the row's reference and factor, q that of the other logits. HAS_KL adds
+    dx_v = (p_v * (SIGN * 0.5 * distance_upstream * (sign_v - 1 + below) + sum_upstream) ...) / T
+    with p = softmax(x) from the row's reference and factor, q that of the other logits. HAS_KL adds
     kl_upstream times (p_v - q_v) or, for the teacher, p_v * (log(p_v / q_v) - kl); HAS_TARGET adds
     target_upstream where v is the row's target.
     Grid: (tokens * windows,), one window a program.
@@ -465,7 +466,7 @@ def logits_backward_kernel(
     readable = tl.where(kept, _readable_of(base, end, tokens, vocab), 0)
     reference = tl.load(rows_ptr + row)
     factor = tl.load(rows_ptr + tokens + row)
-    sigma = tl.load(rows_ptr + 2 * tl.cast(tokens, tl.int64) + row)
+    below = tl.load(rows_ptr + 2 * tl.cast(tokens, tl.int64) + row)
     half = tl.load(distance_upstream_ptr + row) * (0.5 * SIGN)
     rest = tl.zeros([], tl.float32)
     if HAS_SUM:
@@ -490,9 +491,9 @@ def logits_backward_kernel(
         target = tl.load(targets_ptr + row).to(tl.int32) + shift
         at_target = tl.div_rn(tl.load(target_upstream_ptr + row), temperature)
     factor = tl.div_rn(factor, temperature)
-    tie = tl.fma(-half, sigma, rest) * factor
-    plus = tl.fma(half, 1.0 - sigma, rest) * factor
-    minus = tl.fma(-half, 1.0 + sigma, rest) * factor
+    tie = tl.fma(half, below - 1.0, rest) * factor
+    plus = tl.fma(half, below, rest) * factor
+    minus = tl.fma(half, below - 2.0, rest) * factor
 
     codes_row = codes_ptr + row * (windows * LANES)
     lanes = tl.arange(0, LANES)

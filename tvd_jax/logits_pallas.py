@@ -134,16 +134,18 @@ def _widened(x: Any) -> Any:
     return pallas_ptx.widen_bfloat16(x)
 
 
-def _signed_sum(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
-    """Adds sign(d) * exponential to the total, and d's code below those of the sub-tiles before.
+def _add_below(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
+    """Adds (1 - sign(d)) * exponential to the total, and d's code below those before.
 
-    The code: bit 0 says that p and q differ, bit 1 that p < q.
+    The code is 0 at a tie, 1 where p > q, 2 where p < q.
     """
     if not compat.interpreting():
-        return pallas_ptx.signed_sum(d, exponential, total, codes)
-    signed = jnp.where(d < 0, -exponential, jnp.zeros_like(d))
-    code = jnp.where(d > 0, 1, jnp.where(d < 0, 3, 0)).astype(jnp.int32)
-    return total + jnp.where(d > 0, exponential, signed), (codes << 2) | code
+        return pallas_ptx.add_below(d, exponential, total, codes)
+    nothing = jnp.zeros_like(d)
+    total = total + jnp.where(d > 0, nothing, exponential)
+    total = total + jnp.where(d < 0, exponential, nothing)
+    code = jnp.where(d > 0, 1, jnp.where(d < 0, 2, 0)).astype(jnp.int32)
+    return total, (codes << 2) | code
 
 
 def _exponent(x: Any, scale: float, reference: Any) -> Any:
@@ -267,7 +269,7 @@ def logits_differences(
     named = _forward(
         student, teacher, row_weights, given, temperature, want_kl, keep_codes, _Statistics.GIVEN
     )
-    return named["tvd"], named.get("sigma"), named.get("kl"), named.get("codes")
+    return named["tvd"], named.get("below"), named.get("kl"), named.get("codes")
 
 
 def _forward_outputs(
@@ -283,7 +285,7 @@ def _forward_outputs(
         three = jax.ShapeDtypeStruct((3, tokens), jnp.float32)
         outputs |= {"s_rows": three, "t_rows": three, "s_lse": values, "t_lse": values}
     elif keep_codes:
-        outputs["sigma"] = values
+        outputs["below"] = values
     outputs |= {"kl": values} if want_kl else {}
     return outputs | ({"codes": codes} if keep_codes else {})
 
@@ -469,7 +471,7 @@ def _forward(
             return tuple(smem["statistics"][group, i] for i in range(4))
 
         def differences_of(r: Any, of_student: Any, of_teacher: Any) -> list[Any]:
-            """The distance, the sum of ``p * sign(p - q)`` and that of ``q * log2(q / p)``."""
+            """The distance, the sums of ``p * (1 - sign(p - q))`` and of ``q * log2(q / p)``."""
             row, first = block + r * blocks, r * per_row
             (s_reference, s_factor), (t_reference, t_factor) = of_student, of_teacher
 
@@ -490,7 +492,7 @@ def _forward(
             def add_differences(
                 at: Any, tile: Any, h: int, masked: bool, carry: Any, codes: Any
             ) -> Any:
-                distance, sigma, divergence = carry
+                distance, below, divergence = carry
                 for k in range(h * unit, (h + 1) * unit):
                     s_x = _exponent(row_tiles.logits(at[0], tile, k, masked), scale, s_reference)
                     t_x = _exponent(row_tiles.logits(at[1], tile, k, masked), scale, t_reference)
@@ -499,11 +501,11 @@ def _forward(
                     d = _product(exponential, s_factor) - q
                     distance = distance + jnp.abs(d)
                     if keep_codes:
-                        sigma, codes = _signed_sum(d, exponential, sigma, codes)
+                        below, codes = _add_below(d, exponential, below, codes)
                     if want_kl:
                         term = q * (t_x - s_x)
                         divergence = divergence + jnp.where(q == 0, jnp.zeros_like(q), term)
-                return (distance, sigma, divergence), codes
+                return (distance, below, divergence), codes
 
             zero = _splat(_f32(0))
             sums_of = list(row_tiles.over_tiles(differences, (zero, zero, zero)))
@@ -511,8 +513,8 @@ def _forward(
             part = 4 if given is None else 3 * lax.rem(r, _i32(2))  # no other exchange between
             results = exchange(_ADD, part, [x for x, w in zip(sums_of, wanted, strict=True) if w])
             distance = results.pop(0) * _f32(0.5)
-            sigma = results.pop(0) * s_factor if keep_codes else None
-            return [distance, sigma, results.pop(0) if want_kl else None]
+            below = results.pop(0) * s_factor if keep_codes else None
+            return [distance, below, results.pop(0) if want_kl else None]
 
         def write_rows(row: Any, select: Any, references: Any, sums: Any) -> None:
             """``sums``, or 1 / sums if those are what was computed."""
@@ -524,17 +526,19 @@ def _forward(
                     gmem[f"{name}_lse"][row] = select(lse)
 
         def write_sums(row: Any, select: Any, sums: Any, s_factor: Any, t_factor: Any) -> None:
-            distance, sigma, divergence = sums
+            distance, below, divergence = sums
             value = select(distance)
             gmem["tvd"][row] = value
             if keep_codes:
-                # NaN where the value is NaN, though no comparison was true there.
-                sigma = select(sigma) + value * _f32(0)
+                below = select(below, 1.0)
+                if computed:  # 1 if all are ties, for gradients of 0
+                    below = jnp.where(value == 0, _f32(1), below)
+                below = below + value * _f32(0)  # NaN where that is, as no comparison was true
                 if computed:
-                    gmem["s_rows"][2, row] = sigma
-                    gmem["t_rows"][2, row] = sigma - _f32(2) * value
+                    gmem["s_rows"][2, row] = below
+                    gmem["t_rows"][2, row] = below + _f32(2) * value
                 else:
-                    gmem["sigma"][row] = sigma
+                    gmem["below"][row] = below
             if want_kl:
                 if computed:
                     divergence = divergence + (_log2(t_factor) - _log2(s_factor))
@@ -703,7 +707,7 @@ def logits_backward(
 
 def _coefficients(gmem: Any, row: Any, temperature: float, is_student: bool) -> dict[str, Any]:
     """What a row's gradient is made of; the formula stands at the Triton kernel."""
-    reference, factor, sigma = (gmem["rows"][i, row] for i in range(3))
+    reference, factor, below = (gmem["rows"][i, row] for i in range(3))
     half = gmem["tvd"][row] * _f32(0.5 if is_student else -0.5)
     rest = gmem["lse"][row] if "lse" in gmem else _f32(0)
     temperature = _f32(temperature)
@@ -721,9 +725,9 @@ def _coefficients(gmem: Any, row: Any, temperature: float, is_student: bool) -> 
     if "targets" in gmem:
         found["at_target"] = _divide(gmem["target_upstream"][row], temperature)
     factor = _divide(factor, temperature)
-    found["tie"] = _fma(-half, sigma, rest) * factor
-    found["plus"] = _fma(half, _f32(1) - sigma, rest) * factor
-    found["minus"] = _fma(-half, _f32(1) + sigma, rest) * factor
+    found["tie"] = _fma(half, below - _f32(1), rest) * factor
+    found["plus"] = _fma(half, below, rest) * factor
+    found["minus"] = _fma(half, below - _f32(2), rest) * factor
     return found
 
 

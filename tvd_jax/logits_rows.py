@@ -195,9 +195,9 @@ def _run_shards(
         want_kl=static.want_kl,
         keep_codes=keep_codes,
     )
-    sigma_start, kl_start = (0 if wanted else None for wanted in (keep_codes, static.want_kl))
-    tvd, sigma, kl, codes = _call_kernel(
-        differences, leading, [*rows, (given, 1)], (0, sigma_start, kl_start, sigma_start)
+    codes_start, kl_start = (0 if wanted else None for wanted in (keep_codes, static.want_kl))
+    tvd, below, kl, codes = _call_kernel(
+        differences, leading, [*rows, (given, 1)], (0, codes_start, kl_start, codes_start)
     )
     log_total = jnp.log2(total)
     logarithms = [*(highest + log_total), log_total[0] - log_total[1]]
@@ -208,8 +208,9 @@ def _run_shards(
     kl = None if kl is None else kl + log_ratio
     kept = None
     if keep_codes:
-        tvd_sum, sigma = sharded.psum(jnp.stack([tvd, sigma]), axes)
-        halves = ((given[:2], sigma), (given[2:], sigma - 2 * tvd_sum))
+        tvd_sum, below = sharded.psum(jnp.stack([tvd, below]), axes)
+        below = jnp.where(tvd_sum == 0, 1, below)  # all are ties: gradients of 0
+        halves = ((given[:2], below), (given[2:], below + 2 * tvd_sum))
         s_rows, t_rows = (jnp.concatenate([x, y[None]]) for x, y in halves)
         kept = (s_rows, t_rows, codes)
     return tvd, s_lse, t_lse, kl, kept

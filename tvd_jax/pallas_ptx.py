@@ -304,10 +304,10 @@ def widen_bfloat16(x: Any) -> Any:
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(x)
 
 
-def signed_sum(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
-    """``total + sign(d) * exponential``, and ``codes << 2`` with bit 0 if d != 0, bit 1 if d < 0.
+def add_below(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
+    """``total + (1 - sign(d)) * exponential``, and ``codes << 2`` plus 1 if d > 0, 2 if d < 0.
 
-    5 instructions an element. |d| is below 2, so that the highest bit of its exponent, which is
+    6 instructions an element. |d| is below 2, so that the highest bit of its exponent, which is
     shifted in below the sign, is 0; where d is NaN the whole row is, and its codes mean nothing.
     """
     from jax.experimental.mosaic import gpu as mgpu
@@ -317,14 +317,14 @@ def signed_sum(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, A
     layout = layout_of(d)
     count = d.size // 128
     asm = """{
-        .reg .pred differs;
-        .reg .b32 x;
-        setp.neu.f32 differs, $2, 0f00000000;
-        lop3.b32 x, $3, 0x80000000, $2, 0xB8;
+        .reg .pred above, under;
+        setp.gt.f32 above, $2, 0f00000000;
+        setp.lt.f32 under, $2, 0f00000000;
         mov.b32 $0, $4;
-        @differs add.rn.f32 $0, $4, x;
+        @!above add.rn.f32 $0, $0, $3;
+        @under add.rn.f32 $0, $0, $3;
         shf.l.wrap.b32 $1, $2, $5, 2;
-        @differs add.u32 $1, $1, 1;
+        @above add.u32 $1, $1, 1;
     }"""
 
     def inline(_: Any, *arrays: Any) -> Any:

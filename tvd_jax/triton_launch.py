@@ -241,8 +241,9 @@ def logits_differences(
             the whole rows.
 
     Returns:
-        Of tvd, of ``sum_v p * sign(p - q)`` or ``None`` without codes, and of the KL divergence or
-        ``None``, without the logarithm of the factors: ``[tokens]``; codes or ``None``.
+        Of tvd, of ``sum_v p * (1 - sign(p - q))`` or ``None`` without codes, and of the KL
+        divergence or ``None``, without the logarithm of the factors: ``[tokens]``; codes or
+        ``None``.
     """
     tvd, s_rows, *_, kl, codes = _logits_forward(
         student, teacher, row_weights, given, temperature, want_kl, keep_codes, "GIVEN"

@@ -271,7 +271,8 @@ class ShardedRows(torch.autograd.Function):
         )
         if targets is not None:
             parts = torch.cat([parts, _at_targets(student, targets, temperature)[None]])
-        tvd, sigma, *rest = all_reduced(parts, groups).unbind()
+        tvd, below, *rest = all_reduced(parts, groups).unbind()
+        below = torch.where(tvd == 0.0, 1.0, below)  # all are ties: gradients of 0
         log_total = torch.log2(total)
         s_lse, t_lse = ((top + log_total) * LN2).unbind()
         kl = rest[0] + (log_total[0] - log_total[1]) * LN2 if want_kl else None
@@ -280,7 +281,7 @@ class ShardedRows(torch.autograd.Function):
         if kept is not None:
             values = tuple(None if x is None else torch.where(kept, x, 0.0) for x in values)
         s_rows, t_rows = (
-            torch.stack([top[i], 1.0 / total[i], sigma - 2.0 * tvd * i]) for i in (0, 1)
+            torch.stack([top[i], 1.0 / total[i], below + 2.0 * tvd * i]) for i in (0, 1)
         )
         arguments = (student, teacher, row_weights, targets, temperature, want_kl, keep)
         _save(ctx, arguments, (*values, s_rows, t_rows, codes), ctx.needs_input_grad)
@@ -334,7 +335,7 @@ def _difference_op(
 ) -> tuple[Tensor, Tensor]:
     """Of the shards of rows whose references and factors, ``[2, 2, tokens]``, are given.
 
-    ``[2 or 3, tokens]``: the distance, the sum of ``p * sign(p - q)``, and, if wanted, the
+    ``[2 or 3, tokens]``: the distance, the sum of ``p * (1 - sign(p - q))``, and, if wanted, the
     divergence without the logarithm of the factors; and the codes.
     """
     tokens = student.shape[0]
