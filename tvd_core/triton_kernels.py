@@ -429,10 +429,10 @@ def _byte_permute(low, high, selectors):
     # Triton's interpreter knows no assembly, and takes 0.1 ms for an operation of any size.
     zeros = (low & 0) | (selectors & 0)  # either may be a scalar
     table = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF) | zeros
-    bits = 8 * tl.arange(0, 4)
-    chosen = ((selectors | zeros)[:, None] >> bits // 2) & 7
-    chosen = (table[:, None] >> (8 * chosen).to(tl.int64)) & 0xFF
-    return tl.sum(chosen.to(tl.int32) << bits, axis=1)
+    i = tl.arange(0, 4)
+    chosen = (((selectors | zeros)[:, None] >> (i << 2)) & 7) << 3
+    chosen = ((table[:, None] >> chosen.to(tl.int64)) & 0xFF).to(tl.int32)
+    return tl.sum(chosen << (i << 3), axis=1)
 
 
 @triton.jit
