@@ -166,7 +166,7 @@ class TorchRoute(Route):
         if not self.interpreted:
             yield
             return
-        interpreters.patch_triton_once_a_launch()
+        interpreters.quicken_triton()
         with np.errstate(all="ignore"):
             yield
 
@@ -259,9 +259,8 @@ class JaxRoute(Route):
         if compat.interpreting():
             yield
             return
-        interpreters.compile_pallas_kernels_once()
         try:
-            with compat.interpret_mode(**options), interpreters.quick_compilations():
+            with compat.interpret_mode(**options), interpreters.quick_pallas():
                 yield
         except BaseException:
             compat.reset_interpreter()
