@@ -78,7 +78,7 @@ bench: $(READY) ## measure every implementation side by side (BENCH_ARGS=...)
 
 test: $(READY) ## run the parity suite (PYTEST_ARGS=..., JOBS=processes)
 	@echo "==> Parity suite ($(KIND), $(JOBS) extra processes)"
-	@$(PY) -m pytest --numprocesses $(JOBS) --timeout 600 $(PYTEST_ARGS)
+	@$(PY) -m pytest --numprocesses $(JOBS) --dist worksteal --timeout 600 $(PYTEST_ARGS)
 
 lint: $(READY) ## lint, format check, type check
 	@echo "==> ruff check"

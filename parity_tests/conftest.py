@@ -1,8 +1,12 @@
 """Picks compiled kernels or interpreters for this machine, and reports how every route ran."""
 
 import collections
+import fcntl
 import importlib.util
+import json
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -65,7 +69,33 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, chosen, ids=[r.name for r in chosen], scope="session")
 
 
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """``once(name, make)``: what ``make()`` returns, made by one of pytest-xdist's processes.
+
+    A fixture of the session is one of each process. The others wait, and get it through JSON.
+    """
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent  # which the processes share
+
+    def made(name: str, make: Callable[[], Any]) -> Any:
+        with (directory / name).open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if not (text := file.read()):
+                text = json.dumps(make())
+                file.write(text)
+            return json.loads(text)
+
+    return made
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # First what one process makes for all: at the end, another would wait for it with nothing else
+    # to do.
+    items.sort(key=lambda item: "once" not in getattr(item, "fixturenames", ()))
     for item in items:
         parameters = getattr(item, "callspec", None)
         for value in parameters.params.values() if parameters else ():

@@ -15,6 +15,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from parity_tests import interpreters
+
 NAMES = ("torch-triton", "torch-eager", "jax-pallas", "jax-triton", "jax-xla")
 
 
@@ -161,7 +163,11 @@ class TorchRoute(Route):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Triton's interpreter computes in NumPy, which warns about NaN and Inf; kernels do not."""
-        with np.errstate(**({"all": "ignore"} if self.interpreted else {})):
+        if not self.interpreted:
+            yield
+            return
+        interpreters.quicken_triton()
+        with np.errstate(all="ignore"):
             yield
 
     def array(self, x: np.ndarray) -> Any:
@@ -254,7 +260,7 @@ class JaxRoute(Route):
             yield
             return
         try:
-            with compat.interpret_mode(**options):
+            with compat.interpret_mode(**options), interpreters.quick_pallas():
                 yield
         except BaseException:
             compat.reset_interpreter()
@@ -300,38 +306,41 @@ class JaxRoute(Route):
         arrays = {k: jnp.asarray(v) for k, v in options.items() if isinstance(v, np.ndarray)}
         rest = tuple((k, v) for k, v in options.items() if k not in arrays)
         leaves = {"p": self.array(p), "q": self.array(q)}
+        step = self._step if self.interpreted else self._jitted_step
         with self.running():
-            loss, gradients = self._step((wrt, layout, rest), leaves, arrays, np.asarray(upstream))
+            loss, gradients = step((wrt, layout, rest), leaves, arrays, np.asarray(upstream))
             dp, dq = (self.numpy(gradients[n]) if n in gradients else None for n in "pq")
             return Result(self.numpy(loss), dp, dq)
 
     def loss(self, p: np.ndarray, q: np.ndarray, labels: Any = None, **options: Any) -> np.ndarray:
         return self.run(p, q, labels, wrt="", **options).loss
 
-    @functools.cached_property
-    def _step(self) -> Callable[..., Any]:
-        """``run`` under ``jit``: tests that share shapes and options share one compilation.
-
-        Calls without ``jit`` are the business of test_clause_11_jax.py.
-        """
+    def _step(self, static: Any, leaves: Any, arrays: Any, upstream: Any) -> Any:
         import jax
         import jax.numpy as jnp
 
-        @functools.partial(jax.jit, static_argnums=0)
-        def step(static: Any, leaves: Any, arrays: Any, upstream: Any) -> Any:
-            wrt, layout, rest = static
+        wrt, layout, rest = static
 
-            def loss_of(*wanted: Any) -> Any:
-                p_q = {**leaves, **dict(zip(wrt, wanted, strict=True))}
-                return self.call(layout(p_q["p"]), layout(p_q["q"]), **dict(rest), **arrays)
+        def loss_of(*wanted: Any) -> Any:
+            p_q = {**leaves, **dict(zip(wrt, wanted, strict=True))}
+            return self.call(layout(p_q["p"]), layout(p_q["q"]), **dict(rest), **arrays)
 
-            loss, vjp = jax.vjp(loss_of, *(leaves[name] for name in wrt))
-            if not wrt:
-                return loss, {}
-            along = jnp.broadcast_to(jnp.asarray(upstream, loss.dtype), loss.shape)
-            return loss, dict(zip(wrt, vjp(along), strict=True))
+        loss, vjp = jax.vjp(loss_of, *(leaves[name] for name in wrt))
+        if not wrt:
+            return loss, {}
+        along = jnp.broadcast_to(jnp.asarray(upstream, loss.dtype), loss.shape)
+        return loss, dict(zip(wrt, vjp(along), strict=True))
 
-        return step
+    @functools.cached_property
+    def _jitted_step(self) -> Callable[..., Any]:
+        """``run`` under ``jit``: tests that share shapes and options share one compilation.
+
+        Interpreted kernels share more without it, each being compiled for itself. How a route does
+        with and without ``jit`` is the business of test_clause_11_jax.py.
+        """
+        import jax
+
+        return jax.jit(self._step, static_argnums=0)
 
 
 @functools.cache

@@ -143,6 +143,7 @@ def test_clause_11_torch_func_elements(torch_route: Route) -> None:
 def test_clause_11_torch_func_hessian(torch_route: Route) -> None:
     """Of loss**2 it is 2 dp dp', however it is built."""
     p, q, labels, weights = (x[0] for x in arrays(torch_route, "tvd_loss"))
+    p, q = p[:, :5], q[:, :5]  # one backward an element, and the last one is NaN in the ignored row
     loss = loss_of(torch_route, "tvd_loss")
     _, (dp, _) = by_autograd(torch_route, loss, p, q, labels, weights)
 

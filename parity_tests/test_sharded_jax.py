@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,8 +18,7 @@ if importlib.util.find_spec("jax") is None:
 from parity_tests import sharded_jax
 
 
-@pytest.fixture(scope="module")
-def problems() -> dict[str, str | None]:
+def run() -> dict[str, str | None]:
     """What went wrong in each case, by name."""
     command = [sys.executable, "-W", "ignore", "-m", "parity_tests.sharded_jax"]
     done = subprocess.run(
@@ -25,6 +26,11 @@ def problems() -> dict[str, str | None]:
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.fixture(scope="module")
+def problems(once: Callable[..., Any]) -> dict[str, str | None]:
+    return once("sharded_jax", run)
 
 
 @pytest.mark.parametrize("name", sharded_jax.CASES)

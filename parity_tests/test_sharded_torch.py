@@ -5,6 +5,8 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -21,10 +23,8 @@ from parity_tests import sharded_torch
 LIMIT = 300  # seconds, for all cases
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, str]:
+def run_all(directory: pathlib.Path) -> tuple[str, str]:
     """The directory with a file for each case that came to its end, and what was printed."""
-    directory = tmp_path_factory.mktemp("sharded")
     with subprocess.Popen(
         [sys.executable, "-m", "parity_tests.sharded_torch", str(directory)],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
@@ -38,7 +38,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, str]:
         except subprocess.TimeoutExpired:
             os.killpg(processes.pid, signal.SIGKILL)  # the four, which this one started
             printed, _ = processes.communicate()
-    return directory, printed
+    return str(directory), printed
+
+
+@pytest.fixture(scope="module")
+def run(
+    once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[pathlib.Path, str]:
+    directory, printed = once("sharded_torch", lambda: run_all(tmp_path_factory.mktemp("sharded")))
+    return pathlib.Path(directory), printed
 
 
 @pytest.mark.parametrize("name", sharded_torch.CASES)
