@@ -360,3 +360,40 @@ def test_logits_losses_at_extreme_temperatures(
     hot = temperature > 1 and function == "cross_entropy_tvd_loss"
     np.testing.assert_allclose(result.loss, np.log(4.0) if hot else 0.0, rtol=1e-6, atol=1e-6)
     assert np.isfinite(result.dp).all() and np.isfinite(result.dq).all()
+
+
+# --- edges that an attack found ------------------------------------------------------------------
+
+
+def test_logits_hybrid_loss_without_a_share_is_the_distance(logits_route: Route) -> None:
+    """The divergence is inf, its share rounds to 0."""
+    s, t = np.array([[0, 0, -INF]], np.float32), np.array([[0, 0, -6]], np.float32)
+    loss = logits_route.run(s, t, function="hybrid_loss", eta=200.0, wrt="p").loss
+    right = logits_route.run(s, t, function="tvd_from_logits", wrt="").loss
+    np.testing.assert_array_equal(loss, right)
+    assert logits_route.run(s, t, function="hybrid_loss", eta=10.0, wrt="").loss == INF
+
+
+def test_logits_acceptance_is_never_below_0(logits_route: Route) -> None:
+    """Disjoint rows: some distances round to more than 1, and no share of eta 1e9 to more."""
+    s, t = logits(64, 1000, masked=0.0)
+    s[:, ::2], t[:, 1::2] = -INF, -INF
+    arrays = [logits_route.array(x) for x in (s, t)]
+    with logits_route.running():
+        _, stats = stats_of(logits_route, *arrays)
+        values = {name: logits_route.numpy(getattr(stats, name)) for name in NAMES}
+    np.testing.assert_allclose(values["per_token"], 1.0, atol=2e-7)
+    assert (values["acceptance"] >= 0).all() and (values["acceptance"] <= 2e-7).all()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "int64"])
+def test_logits_labels_narrower_than_the_vocab(logits_route: Route, dtype: str) -> None:
+    """In 8 bits a vocab of 300 would be 44."""
+    s, t = logits(2, 300, masked=0.0)
+    options = {"function": "cross_entropy_tvd_loss", "reduction": "per_token"}
+    options["upstream"] = np.ones(2)
+    found, right = (
+        logits_route.run(s, t, np.array([0, 100], kind), **options) for kind in (dtype, "int32")
+    )
+    np.testing.assert_array_equal(found.loss, right.loss)
+    np.testing.assert_array_equal(found.dp, right.dp)

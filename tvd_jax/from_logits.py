@@ -215,12 +215,7 @@ def acceptance_loss(
     )
     acceptance = 1 - _rows(call).tvd
     floor = jnp.finfo(acceptance.dtype).eps / 2
-    # The value of the larger, the gradient of the acceptance: a maximum would have none below.
-    return _reduced(
-        call,
-        -jnp.log(acceptance + lax.stop_gradient(jnp.maximum(acceptance, floor) - acceptance)),
-        reduction,
-    )
+    return _reduced(call, -jnp.log(_at_least(acceptance, floor)), reduction)
 
 
 def hybrid_loss(
@@ -281,8 +276,9 @@ def hybrid_loss(
     )
     rows = _rows(call, want_kl=True)
     assert rows.kl is not None
-    share = jnp.exp(-float(eta) * (1 - lax.stop_gradient(rows.tvd)))
-    return _reduced(call, share * rows.kl + (1 - share) * rows.tvd, reduction)
+    share = jnp.exp(-float(eta) * jnp.maximum(1 - lax.stop_gradient(rows.tvd), 0))
+    divergence = jnp.where(share == 0, 0.0, share * rows.kl)  # 0 * inf would be NaN
+    return _reduced(call, divergence + (1 - share) * rows.tvd, reduction)
 
 
 def cross_entropy_tvd_loss(
@@ -345,6 +341,8 @@ def cross_entropy_tvd_loss(
     if isinstance(given, np.ndarray):  # compared before JAX narrows 64 bits to 32
         given = np.where((given >= 0) & (given < vocab), given, -1).astype(np.int32)
     targets = jnp.asarray(given)
+    if targets.dtype.itemsize < 4:  # in which the vocab's size would wrap
+        targets = targets.astype(jnp.int32)
     inside = (targets >= 0) & (targets < vocab)
     rows = _rows(call, targets=jnp.where(inside, targets, 0).astype(jnp.int32))
     assert rows.target_logit is not None
@@ -484,8 +482,13 @@ def _reduced(call: _Call, per_token: jax.Array, reduction: str) -> jax.Array:
     return call.on_shards(of, [per_token, call.row_weights], out, call.normalizer)
 
 
+def _at_least(x: jax.Array, floor: float) -> jax.Array:
+    """The value of the larger, the gradient of ``x``: a maximum would have none below."""
+    return x + lax.stop_gradient(jnp.maximum(x, floor) - x)
+
+
 def _stats(call: _Call, rows: Rows) -> TVDStats:
-    acceptance = 1 - rows.tvd
+    acceptance = _at_least(1 - rows.tvd, 0.0)  # the distance may round to more than 1
     if call.row_weights is not None:
         acceptance = jnp.where(call.row_weights != 0, acceptance, 0)
     return TVDStats(rows.tvd, acceptance, rows.student_lse, rows.teacher_lse)

@@ -290,12 +290,7 @@ def acceptance_loss(
     )
     acceptance = 1 - _rows(call).tvd
     floor = torch.finfo(acceptance.dtype).eps / 2
-    # The value of the larger, the gradient of the acceptance: a maximum would have none below.
-    return _reduced(
-        call,
-        -torch.log(acceptance + (acceptance.clamp(min=floor) - acceptance).detach()),
-        reduction,
-    )
+    return _reduced(call, -torch.log(_at_least(acceptance, floor)), reduction)
 
 
 def hybrid_loss(
@@ -355,8 +350,9 @@ def hybrid_loss(
     )
     rows = _rows(call, want_kl=True)
     assert rows.kl is not None
-    share = torch.exp(-float(eta) * (1 - rows.tvd.detach()))
-    return _reduced(call, share * rows.kl + (1 - share) * rows.tvd, reduction)
+    share = torch.exp(-float(eta) * (1 - rows.tvd.detach()).clamp(min=0))
+    divergence = torch.where(share == 0, 0.0, share * rows.kl)  # 0 * inf would be NaN
+    return _reduced(call, divergence + (1 - share) * rows.tvd, reduction)
 
 
 def cross_entropy_tvd_loss(
@@ -551,8 +547,13 @@ def _elementwise(call: _Call) -> Tensor:
     return sharded.wrapped(elements.reshape(shape), call.shards)
 
 
+def _at_least(x: Tensor, floor: float) -> Tensor:
+    """The value of the larger, the gradient of ``x``: a maximum would have none below."""
+    return x + (x.clamp(min=floor) - x).detach()
+
+
 def _stats(call: _Call, rows: Rows) -> TVDStats:
-    acceptance = 1 - rows.tvd
+    acceptance = _at_least(1 - rows.tvd, 0.0)  # the distance may round to more than 1
     if call.row_weights is not None:
         acceptance = torch.where(call.row_weights != 0, acceptance, 0.0)
     values = (rows.tvd, acceptance, rows.student_lse, rows.teacher_lse)
