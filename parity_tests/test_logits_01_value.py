@@ -123,6 +123,32 @@ def test_logits_extreme_temperature(logits_route: Route, temperature: float) -> 
     assert np.isfinite(result.dp).all() and np.isfinite(result.dq).all()
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-5, 1e-6, 1e-9, 1e-20, 1e-30])
+def test_logits_of_cold_rows(logits_route: Route, temperature: float) -> None:
+    """Logits up to 1e4, of which no power of two makes exponents: the largest takes all."""
+    s = np.array([[1e4, -1e4, 3.3], [7.3, 2.1, -INF], [-9999.9, -1e4, -INF]], np.float32)
+    t = np.array([[-1e4, 9999.7, 0.1], [6.1, 5.7, 0.0], [-1e4, -9999.9, 0.3]], np.float32)
+    options = {"temperature": temperature, "reduction": "per_token", "upstream": np.ones(3)}
+    result = run(logits_route, s, t, **options)
+    np.testing.assert_allclose(result.loss, [1.0, 0.0, 1.0], atol=1e-6)
+    for gradient in (
+        result.dp,
+        result.dq,
+    ):  # p and q are 1 but for a rounding, which 1 / T takes on
+        assert np.abs(gradient).max() <= 2.0**-23 / temperature
+
+
+@pytest.mark.parametrize("temperature", [1.5e-5, 3e-5])
+def test_logits_near_the_cold_scale(logits_route: Route, temperature: float) -> None:
+    """Differences of some temperatures, in both ways that exponents are made."""
+    rng = np.random.default_rng(5)
+    s, t = (temperature * rng.standard_normal((2, 4, 2500)).astype(np.float32) * 3).astype(
+        "float32"
+    )
+    s[1, 2400] = 20 * temperature
+    logits_oracle.check(logits_route, s, t, temperature=temperature)
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_logits_few_tokens(logits_route: Route, tokens: int) -> None:
     s, t = logits(tokens, 600)

@@ -116,8 +116,17 @@ LOGITS_SAMPLE = LOGITS_LANES - WINDOW_ALIGNMENT
 # They show it above this: each exponent is rounded relative to its size, up to 32 more units in the
 # last place of an exponential. A row of which they are above is summed again from its maximum.
 LOGITS_HIGHEST_SUM = 2.0**32
+# The scale above which a launch is COLD. A reference m * scale is rounded, but not the products
+# from which it is subtracted: their exponents are off by half its unit in the last place, and
+# overflow where that passes 128, at logits of 1e4 from a scale of 2**19 on.
+LOGITS_COLD_SCALE = 2.0**16
 # Below what a lane can meet: finite, so that the exponential of a masked logit is 0, not NaN.
 LOGITS_LOWEST = -3.0e38
+
+
+def logits_reference_unit(scale: float) -> float:
+    """What a reference, of a row from logits, is multiplied with to be an exponent of 2."""
+    return scale if scale > LOGITS_COLD_SCALE else 1.0
 
 
 def logits_pallas_stages(slot_bytes: int) -> int:

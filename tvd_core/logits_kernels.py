@@ -77,12 +77,21 @@ def _logits(
 
 
 @triton.jit
-def _first_reference(row_ptr, shift, end, readable, scale, ALIGNED: tl.constexpr):
+def _exponent(x, scale, reference, COLD: tl.constexpr):
+    """x * scale relative to the reference, rounded once; COLD: the reference is a logit."""
+    if COLD:
+        return (x - reference) * scale
+    zero = tl.zeros([LANES], tl.float32)
+    return tl.fma(x, zero + scale, zero - reference)
+
+
+@triton.jit
+def _first_reference(row_ptr, shift, end, readable, unit, ALIGNED: tl.constexpr):
     """What the exponents of a row are relative to at first: the maximum of a sample."""
     position = tl.arange(0, LANES)
     x = _logits(row_ptr, position, shift, end, readable, True, ALIGNED, "evict_last")
     x = tl.where(position < shift + SAMPLE, x, float("-inf"))
-    return tl.maximum(tl.max(x, 0) * scale, LOWEST)
+    return tl.maximum(tl.max(x, 0) * unit, LOWEST)
 
 
 @triton.jit
@@ -97,13 +106,13 @@ def _add_exponentials(
     scale,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COLD: tl.constexpr,
 ):
     """Adds 2 ** (x * scale - reference) of a tile to the lanes."""
-    zero = tl.zeros([LANES], tl.float32)
     for k in tl.static_range(4):
         position = start + k * LANES + tl.arange(0, LANES)
         x = _logits(row_ptr, position, shift, end, readable, MASKED, ALIGNED, "evict_last")
-        total += tl.exp2(tl.fma(x, zero + scale, zero - reference))
+        total += tl.exp2(_exponent(x, scale, reference, COLD))
     return total
 
 
@@ -118,6 +127,7 @@ def _totals(
     readable,
     scale,
     ALIGNED: tl.constexpr,
+    COLD: tl.constexpr,
 ):
     """The sums of both rows' exponentials, by lane."""
     s = tl.zeros([LANES], tl.float32)
@@ -127,25 +137,25 @@ def _totals(
     if not ALIGNED:
         if full > 0:  # the first window holds elements of the row before
             s = _add_exponentials(
-                s, s_reference, s_row, 0, shift, end, readable, scale, True, ALIGNED
+                s, s_reference, s_row, 0, shift, end, readable, scale, True, ALIGNED, COLD
             )
             t = _add_exponentials(
-                t, t_reference, t_row, 0, shift, end, readable, scale, True, ALIGNED
+                t, t_reference, t_row, 0, shift, end, readable, scale, True, ALIGNED, COLD
             )
         first = TILE
     for start in range(first, full, TILE):
         s = _add_exponentials(
-            s, s_reference, s_row, start, shift, end, readable, scale, False, ALIGNED
+            s, s_reference, s_row, start, shift, end, readable, scale, False, ALIGNED, COLD
         )
         t = _add_exponentials(
-            t, t_reference, t_row, start, shift, end, readable, scale, False, ALIGNED
+            t, t_reference, t_row, start, shift, end, readable, scale, False, ALIGNED, COLD
         )
     if full < end:
         s = _add_exponentials(
-            s, s_reference, s_row, full, shift, end, readable, scale, True, ALIGNED
+            s, s_reference, s_row, full, shift, end, readable, scale, True, ALIGNED, COLD
         )
         t = _add_exponentials(
-            t, t_reference, t_row, full, shift, end, readable, scale, True, ALIGNED
+            t, t_reference, t_row, full, shift, end, readable, scale, True, ALIGNED, COLD
         )
     return s, t
 
@@ -180,24 +190,35 @@ def _row_sum(lanes, shift, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _statistics(s_row, t_row, kept, shift, end, readable, scale, ALIGNED: tl.constexpr):
+def _statistics(
+    s_row,
+    t_row,
+    kept,
+    shift,
+    end,
+    readable,
+    scale,
+    ALIGNED: tl.constexpr,
+    COLD: tl.constexpr,
+):
     """The reference of each row, and the sum of its exponentials relative to it."""
-    s_highest = _first_reference(s_row, shift, end, readable, scale, ALIGNED)
-    t_highest = _first_reference(t_row, shift, end, readable, scale, ALIGNED)
+    unit = 1.0 if COLD else scale
+    s_highest = _first_reference(s_row, shift, end, readable, unit, ALIGNED)
+    t_highest = _first_reference(t_row, shift, end, readable, unit, ALIGNED)
     s_total, t_total = _totals(
-        s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
+        s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED, COLD
     )
     s_sum = _row_sum(s_total, shift, ALIGNED)
     t_sum = _row_sum(t_total, shift, ALIGNED)
     within = (s_sum < HIGHEST_SUM) & (t_sum < HIGHEST_SUM)
     if tl.where(kept & (within == 0), 1, 0) > 0:
         # The sample was far below the maximum, or there is a NaN: once more from the maximum.
-        s_highest = _maximum(s_row, shift, end, readable, ALIGNED) * scale
-        t_highest = _maximum(t_row, shift, end, readable, ALIGNED) * scale
+        s_highest = _maximum(s_row, shift, end, readable, ALIGNED) * unit
+        t_highest = _maximum(t_row, shift, end, readable, ALIGNED) * unit
         s_highest = tl.maximum(s_highest, LOWEST)
         t_highest = tl.maximum(t_highest, LOWEST)
         s_total, t_total = _totals(
-            s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED
+            s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED, COLD
         )
         s_sum = _row_sum(s_total, shift, ALIGNED)
         t_sum = _row_sum(t_total, shift, ALIGNED)
@@ -223,6 +244,7 @@ def _difference_tile(
     divergence,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COLD: tl.constexpr,
     KEEP_CODES: tl.constexpr,
     WANT_KL: tl.constexpr,
 ):
@@ -233,13 +255,12 @@ def _difference_tile(
     """
     lanes = tl.arange(0, LANES)
     codes = tl.zeros([LANES], tl.uint32)
-    zero = tl.zeros([LANES], tl.float32)
     for k in tl.static_range(4):
         position = start + k * LANES + lanes
         s = _logits(s_row, position, shift, end, readable, MASKED, ALIGNED, "evict_first")
         t = _logits(t_row, position, shift, end, readable, MASKED, ALIGNED, "evict_first")
-        s = tl.fma(s, zero + scale, zero - s_reference)
-        t = tl.fma(t, zero + scale, zero - t_reference)
+        s = _exponent(s, scale, s_reference, COLD)
+        t = _exponent(t, scale, t_reference, COLD)
         exponential = tl.exp2(s)
         q = tl.exp2(t) * t_factor
         # Compiled without contraction to an FMA, or p - p would not be 0.
@@ -272,6 +293,7 @@ def _differences(
     t_reference,
     t_factor,
     ALIGNED: tl.constexpr,
+    COLD: tl.constexpr,
     KEEP_CODES: tl.constexpr,
     WANT_KL: tl.constexpr,
 ):
@@ -286,19 +308,19 @@ def _differences(
             distance, below, divergence = _difference_tile(
                 s_row, t_row, codes_row, 0, shift, end, readable, scale,
                 s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
-                True, ALIGNED, KEEP_CODES, WANT_KL,
+                True, ALIGNED, COLD, KEEP_CODES, WANT_KL,
             )  # fmt: skip
     for start in range(first, full, TILE):
         distance, below, divergence = _difference_tile(
             s_row, t_row, codes_row, start, shift, end, readable, scale,
             s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
-            False, ALIGNED, KEEP_CODES, WANT_KL,
+            False, ALIGNED, COLD, KEEP_CODES, WANT_KL,
         )  # fmt: skip
     if full < end:
         distance, below, divergence = _difference_tile(
             s_row, t_row, codes_row, full, shift, end, readable, scale,
             s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
-            True, ALIGNED, KEEP_CODES, WANT_KL,
+            True, ALIGNED, COLD, KEEP_CODES, WANT_KL,
         )  # fmt: skip
     if not ALIGNED:
         rotation = (tl.arange(0, LANES) + shift) % LANES
@@ -331,14 +353,17 @@ def logits_forward_kernel(
     KEEP_CODES: tl.constexpr,
     WANT_KL: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COLD: tl.constexpr,
     STATISTICS: tl.constexpr,
 ):
     """tvd[row] = 0.5 * sum_v |softmax(s)_v - softmax(t)_v| for logits s / T and t / T.
 
-    Grid: any number of programs. ``scale`` is log2(e) / T. A row of weight 0 is not read: its
-    results are 0, its codes not written. s_rows and t_rows are [3, tokens]: the reference m * scale
-    (m the highest logit), the factor 1 / sum_v 2 ** (x_v * scale - reference), and
-    sum_v p_v * (1 - sign(p_v - q_v)), or with q_v in t_rows. That sum keeps what 1 - (a sum of
+    Grid: any number of programs. ``scale`` is log2(e) / T; COLD, that it is so high that logits
+    times it are too far apart for a reference that is rounded: the references are logits then. A
+    row of weight 0 is not read: its results are 0, its codes not written. s_rows and t_rows are [3,
+    tokens]: the reference m * scale (m the highest logit), the factor
+    1 / sum_v 2 ** (x_v * scale - reference), and sum_v p_v * (1 - sign(p_v - q_v)), or with q_v
+    in t_rows. That sum keeps what 1 - (a sum of
     signs) would lose of a student that puts almost all where the teacher puts almost nothing. lse
     is the log-sum-exp of x / T, divergence KL(q || p), both in nats.
 
@@ -371,14 +396,15 @@ def logits_forward_kernel(
             t_highest, t_factor = tl.load(t_given_ptr + row), tl.load(t_given_ptr + tokens + row)
         else:
             s_highest, s_sum, t_highest, t_sum = _statistics(
-                s_row, t_row, kept, shift, end, readable, scale, ALIGNED
+                s_row, t_row, kept, shift, end, readable, scale, ALIGNED, COLD
             )
             if STATISTICS == ALONE:
                 s_factor, t_factor = s_sum, t_sum
             else:
                 s_factor, t_factor = tl.div_rn(1.0, s_sum), tl.div_rn(1.0, t_sum)
-                s_lse = (s_highest - _log2(s_factor)) * LN2
-                t_lse = (t_highest - _log2(t_factor)) * LN2
+                unit = scale if COLD else 1.0
+                s_lse = (s_highest * unit - _log2(s_factor)) * LN2
+                t_lse = (t_highest * unit - _log2(t_factor)) * LN2
                 tl.store(s_lse_ptr + row + one, tl.where(kept, s_lse, 0.0) + 0.0 * one)
                 tl.store(t_lse_ptr + row + one, tl.where(kept, t_lse, 0.0) + 0.0 * one)
             tl.store(s_rows_ptr + row + one, tl.where(kept, s_highest, 0.0) + 0.0 * one)
@@ -389,7 +415,7 @@ def logits_forward_kernel(
         if STATISTICS != ALONE:
             distance, below, divergence = _differences(
                 s_row, t_row, codes_row, shift, end, readable, scale,
-                s_highest, s_factor, t_highest, t_factor, ALIGNED, KEEP_CODES, WANT_KL,
+                s_highest, s_factor, t_highest, t_factor, ALIGNED, COLD, KEEP_CODES, WANT_KL,
             )  # fmt: skip
             value = tl.where(kept, _sum_lanes(distance) * 0.5, 0.0)
             tl.store(distance_ptr + row + one, value)
@@ -441,6 +467,7 @@ def logits_backward_kernel(
     HAS_TARGET: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    COLD: tl.constexpr,
 ):
     """Gradient of the logits x, the student's (SIGN 1) or the teacher's (SIGN -1).
 
@@ -497,7 +524,6 @@ def logits_backward_kernel(
 
     codes_row = codes_ptr + row * (windows * LANES)
     lanes = tl.arange(0, LANES)
-    zero = tl.zeros([LANES], tl.float32)
     codes = tl.load(codes_row + start // 4 + lanes, eviction_policy="evict_first").to(tl.int32)
     inner = (start + TILE <= end) & (start >= shift)
     for k in tl.static_range(4):
@@ -516,11 +542,11 @@ def logits_backward_kernel(
                 )
         code = (codes >> (6 - 2 * k)) & 3
         coefficient = tl.where(code >= 2, minus, tl.where(code == 1, plus, tie))
-        x = tl.fma(x, zero + scale, zero - reference)
+        x = _exponent(x, scale, reference, COLD)
         exponential = tl.exp2(x)
         dx = exponential * coefficient
         if HAS_KL:
-            other = tl.fma(other, zero + scale, zero - other_reference)
+            other = _exponent(other, scale, other_reference, COLD)
             if SIGN > 0:
                 dx = dx - tl.exp2(other) * kl_factor
             else:

@@ -149,7 +149,11 @@ def _add_below(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, A
 
 
 def _exponent(x: Any, scale: float, reference: Any) -> Any:
-    """``x * scale - reference``, rounded once."""
+    """``x * scale - reference``, rounded once; if cold, the reference is a logit."""
+    if scale > config.LOGITS_COLD_SCALE:
+        if compat.interpreting():
+            return (x - reference) * _f32(scale)
+        return _product(x - _splat(reference), _f32(scale))
     if compat.interpreting():
         return x * _f32(scale) - reference
     return pallas_ptx.fma(x, _splat(_f32(scale)), _splat(-reference))
@@ -303,6 +307,7 @@ def _forward(
     tokens, vocab = student.shape
     student, teacher = _padded(student), _padded(teacher)
     scale = base_2_scale(temperature)
+    unit_of_reference = config.logits_reference_unit(scale)
     pair_bytes = student.dtype.itemsize + teacher.dtype.itemsize
     unit = SUB_TILES if pair_bytes <= 4 else SUB_TILES // 2
     elements = unit * LOGITS_LANES
@@ -375,6 +380,9 @@ def _forward(
             plgpu.barrier_wait(slot(s)[2])
             return s
 
+        def reference_of(highest: Any) -> Any:
+            return lax.max(highest * _f32(scale / unit_of_reference), _f32(LOWEST))
+
         def statistics_of(row: Any, first: Any, kept: Any) -> tuple[Any, ...]:
             """The reference of both rows, and the sums of their exponentials relative to it."""
 
@@ -418,7 +426,7 @@ def _forward(
                 for i in range(2)
             ]
             references = exchange(_MAX, 0, sample)
-            s_reference, t_reference = (lax.max(x * _f32(scale), _f32(LOWEST)) for x in references)
+            s_reference, t_reference = (reference_of(x) for x in references)
 
             zeros = (_splat(_f32(0)), _splat(_f32(0)))
             totals = row_tiles.over_tiles(sums, zeros)
@@ -464,7 +472,7 @@ def _forward(
 
                 lowest = (_splat(_f32(-jnp.inf)), _splat(_f32(-jnp.inf)))
                 highest = exchange(_MAX, 0, row_tiles.over_tiles(maximum, lowest))
-                s_highest, t_highest = (lax.max(x * _f32(scale), _f32(LOWEST)) for x in highest)
+                s_highest, t_highest = (reference_of(x) for x in highest)
                 sums = exchange(_ADD, 2, row_tiles.over_tiles(sums_again, zeros))
                 keep_statistics((s_highest, t_highest, *sums))
 
@@ -522,7 +530,7 @@ def _forward(
                 gmem[f"{name}_rows"][0, row] = select(reference)
                 gmem[f"{name}_rows"][1, row] = select(last, 1.0)
                 if computed:
-                    lse = (reference - _log2(last)) * _f32(LN2)
+                    lse = (reference * _f32(unit_of_reference) - _log2(last)) * _f32(LN2)
                     gmem[f"{name}_lse"][row] = select(lse)
 
         def write_sums(row: Any, select: Any, sums: Any, s_factor: Any, t_factor: Any) -> None:

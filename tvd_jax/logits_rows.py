@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from tvd_core import config
-from tvd_core.contract import NORMALIZED_REDUCTIONS, logit_scale
+from tvd_core.contract import NORMALIZED_REDUCTIONS, base_2_scale, logit_scale
 from tvd_jax import sharded
 from tvd_jax.logits_xla import Rows
 from tvd_jax.sharded import NOT_SPREAD, Axes
@@ -186,7 +186,8 @@ def _run_shards(
     # How a maximum over devices takes a NaN is not defined. The sums show it.
     reference = jnp.where(jnp.isnan(own[:, 0]), config.LOGITS_LOWEST, own[:, 0])
     highest = sharded.pmax(reference, axes)
-    total = sharded.psum(own[:, 1] * jnp.exp2(reference - highest), axes)
+    unit = config.logits_reference_unit(base_2_scale(temperature))
+    total = sharded.psum(own[:, 1] * jnp.exp2((reference - highest) * unit), axes)
     factor = 1 / total
     given = jnp.stack([highest[0], factor[0], highest[1], factor[1]])
     differences = functools.partial(
@@ -200,7 +201,7 @@ def _run_shards(
         differences, leading, [*rows, (given, 1)], (0, codes_start, kl_start, codes_start)
     )
     log_total = jnp.log2(total)
-    logarithms = [*(highest + log_total), log_total[0] - log_total[1]]
+    logarithms = [*(highest * unit + log_total), log_total[0] - log_total[1]]
     if row_weights is not None:
         logarithms = [jnp.where(row_weights != 0, x, 0) for x in logarithms]
     is_first = sharded.shard_number(axes) == 0

@@ -298,6 +298,7 @@ def _logits_forward(
         KEEP_CODES=keep_codes,
         WANT_KL=want_kl,
         ALIGNED=True,
+        COLD=base_2_scale(temperature) > config.LOGITS_COLD_SCALE,
         STATISTICS=getattr(logits_kernels, statistics).value,
     )
     return *results, kl if want_kl else None, codes_out if keep_codes else None
@@ -350,5 +351,6 @@ def logits_backward(
         HAS_TARGET=target_upstream is not None,
         HAS_WEIGHTS=row_weights is not None,
         ALIGNED=True,
+        COLD=base_2_scale(temperature) > config.LOGITS_COLD_SCALE,
     )
     return gradient[:, :own_vocab]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tvd_core import config
-from tvd_core.contract import logit_scale, no_compiled_forward_mode_message
+from tvd_core.contract import base_2_scale, logit_scale, no_compiled_forward_mode_message
 from tvd_torch import eager, triton_launch
 from tvd_torch.eager import forward_mode, saveable, transformed
 from tvd_torch.logits_eager import Rows
@@ -264,7 +264,8 @@ class ShardedRows(torch.autograd.Function):
         # How a maximum over processes takes a NaN is not defined. The sums show it.
         reference = torch.where(reference.isnan(), config.LOGITS_LOWEST, reference)
         top = all_reduced(reference, groups, "max")
-        total = sum_in_order(total * torch.exp2(reference - top), groups)
+        unit = config.logits_reference_unit(base_2_scale(temperature))
+        total = sum_in_order(total * torch.exp2((reference - top) * unit), groups)
         given = torch.stack([top, 1.0 / total], 1)
         parts, codes = _difference_op(
             student, teacher, row_weights, temperature, given, want_kl, keep
@@ -274,7 +275,7 @@ class ShardedRows(torch.autograd.Function):
         tvd, below, *rest = all_reduced(parts, groups).unbind()
         below = torch.where(tvd == 0.0, 1.0, below)  # all are ties: gradients of 0
         log_total = torch.log2(total)
-        s_lse, t_lse = ((top + log_total) * LN2).unbind()
+        s_lse, t_lse = ((top * unit + log_total) * LN2).unbind()
         kl = rest[0] + (log_total[0] - log_total[1]) * LN2 if want_kl else None
         target_logit = None if targets is None else rest[-1]
         values: tuple[Tensor | None, ...] = (tvd, s_lse, t_lse, kl, target_logit)

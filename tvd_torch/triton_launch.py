@@ -383,6 +383,7 @@ def logits_forward(
             KEEP_CODES=keep_codes,
             WANT_KL=want_kl,
             ALIGNED=vocab % 16 == 0,
+            COLD=base_2_scale(temperature) > config.LOGITS_COLD_SCALE,
             STATISTICS=getattr(logits_kernels, statistics).value,
             num_warps=launch.warps,
             options=(("maxnreg", launch.registers), *_NO_CONTRACTION),
@@ -442,6 +443,7 @@ def logits_backward(
             HAS_TARGET=target_upstream is not None,
             HAS_WEIGHTS=row_weights is not None,
             ALIGNED=vocab % 16 == 0,
+            COLD=base_2_scale(temperature) > config.LOGITS_COLD_SCALE,
             num_warps=config.LOGITS_BACKWARD_WARPS,
             options=_NO_CONTRACTION,
         )
