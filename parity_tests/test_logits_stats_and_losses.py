@@ -395,5 +395,6 @@ def test_logits_labels_narrower_than_the_vocab(logits_route: Route, dtype: str) 
     found, right = (
         logits_route.run(s, t, np.array([0, 100], kind), **options) for kind in (dtype, "int32")
     )
-    np.testing.assert_array_equal(found.loss, right.loss)
-    np.testing.assert_array_equal(found.dp, right.dp)
+    # Not the same bits in XLA, which compiles a program for each dtype.
+    np.testing.assert_allclose(found.loss, right.loss, rtol=1e-6)
+    np.testing.assert_allclose(found.dp, right.dp, rtol=1e-5, atol=1e-9)
