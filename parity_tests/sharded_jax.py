@@ -312,6 +312,30 @@ def check_losses_made_of_the_rows(implementation: str) -> None:
                 np.testing.assert_allclose(one, two, rtol=2e-5, atol=2e-6)
 
 
+@case("gradient of a jitted shard_map")
+def _() -> None:
+    """Derivative rules are traced after the mesh axes lost their names there."""
+    s, t = (jnp.asarray(x) for x in logits(TOKENS, VOCAB, masked=0.0))
+    labels = jnp.asarray(inputs.labels_for(TOKENS) % VOCAB)
+    axes = {"axis_name": "v", "token_axis_name": "t"}
+
+    def call(implementation: str, **axes: Any) -> Callable[..., Any]:
+        def of(s: Any, t: Any, labels: Any) -> Any:
+            loss = tvd_jax.cross_entropy_tvd_loss
+            return loss(s, t, labels, implementation=implementation, **axes)
+
+        return of
+
+    right = jax.grad(call("xla"))(s, t, labels)
+    over = functools.partial(jax.shard_map, in_specs=(BOTH, BOTH, P("t")), out_specs=P())
+    for implementation in ("xla", "pallas"):
+        for check_vma in (True, False):
+            sharded = over(call(implementation, **axes), mesh=make_mesh(), check_vma=check_vma)
+            with jnp_kernels.in_place_of_pallas():
+                found = jax.grad(jax.jit(sharded))(s, t, labels)
+            np.testing.assert_allclose(found, right, rtol=2e-5, atol=2e-7)
+
+
 @case("batch and sequence")
 def _() -> None:
     """Leading axes that are both spread: flattened on each device, never before."""

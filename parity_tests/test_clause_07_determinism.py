@@ -81,9 +81,9 @@ def test_clause_07_bits_do_not_depend_on_the_pallas_grid(
     import jax
 
     from tvd_core import config
-    from tvd_jax import pallas_kernels
+    from tvd_jax import compat, pallas_kernels
 
-    monkeypatch.setattr(pallas_kernels, "_sm_count", lambda: 2)
+    monkeypatch.setattr(compat, "sm_count", lambda: 2)
     monkeypatch.setattr(config, "PALLAS_MAX_BLOCKS_PER_SM", 1)
     if in_blocks:
         monkeypatch.setattr(pallas_kernels._Tiling, "_in_blocks", True)

@@ -27,5 +27,6 @@ class VmappedShards(JaxRoute):
         def of_shard(p: Any, q: Any) -> Any:
             return super(VmappedShards, self).call(p, q, labels, axis_name=AXIS, **options)
 
-        over = jax.vmap(of_shard, in_axes=-2, axis_name=AXIS)
+        # Without jit Pallas's interpreter knows no axis of vmap, in JAX 0.10.2.
+        over = jax.jit(jax.vmap(of_shard, in_axes=-2, axis_name=AXIS))
         return jax.tree.map(lambda x: x[0], over(cut(p), cut(q)))  # the same of every shard

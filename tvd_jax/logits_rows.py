@@ -36,16 +36,18 @@ def rows(
     Keeps the student's logits, codes and three numbers a row; the teacher's logits only for their
     own gradient or that of the KL divergence.
     """
-    if axes.vocab and targets is not None:  # positions in this shard, -1 for those in another
-        here = targets - sharded.shard_number(axes.vocab).astype(targets.dtype) * student.shape[-1]
-        targets = jnp.where((here >= 0) & (here < student.shape[-1]), here, -1)
+    is_first = None
+    if axes.vocab:
+        is_first = sharded.shard_number(axes.vocab) == 0
+        if targets is not None:
+            targets = sharded.local_positions(targets, student.shape[-1], axes.vocab)
     static = _Static(float(temperature), want_kl, implementation, axes.vocab)
 
     def whole(part: Any) -> Any:
         """The sum over the shards, for JAX to transpose."""
         return None if part is None else sharded.psum(part, axes.vocab)
 
-    parts = _rows(student, teacher, row_weights, targets, static)
+    parts = _rows(student, teacher, row_weights, targets, is_first, static)
     tvd, student_lse, teacher_lse, kl, target_logit = (whole(part) for part in parts)
     return Rows(tvd, student_lse, teacher_lse, kl, target_logit)
 
@@ -123,10 +125,16 @@ def _kernels(implementation: str) -> Any:
 
 
 def _run(
-    student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static, keep_codes: bool
+    student: Any,
+    teacher: Any,
+    row_weights: Any,
+    targets: Any,
+    is_first: Any,
+    static: _Static,
+    keep_codes: bool,
 ) -> tuple[Any, Any]:
     """The values of ``Rows``, and (rows of both, codes)."""
-    run = _run_shards if static.vocab_axes else _run_whole
+    run = functools.partial(_run_shards, is_first) if static.vocab_axes else _run_whole
     tvd, s_lse, t_lse, kl, kept = run(student, teacher, row_weights, static, keep_codes)
     target_logit = None
     if targets is not None:
@@ -172,7 +180,7 @@ def _run_whole(
 
 
 def _run_shards(
-    student: Any, teacher: Any, row_weights: Any, static: _Static, keep_codes: bool
+    is_first: Any, student: Any, teacher: Any, row_weights: Any, static: _Static, keep_codes: bool
 ) -> tuple[Any, ...]:
     """As ``_run_whole`` of rows that are spread: parts, whose sums over the shards are the values.
 
@@ -204,7 +212,6 @@ def _run_shards(
     logarithms = [*(highest * unit + log_total), log_total[0] - log_total[1]]
     if row_weights is not None:
         logarithms = [jnp.where(row_weights != 0, x, 0) for x in logarithms]
-    is_first = sharded.shard_number(axes) == 0
     s_lse, t_lse, log_ratio = (jnp.where(is_first, x * LN2, 0) for x in logarithms)
     kl = None if kl is None else kl + log_ratio
     kept = None
@@ -217,9 +224,11 @@ def _run_shards(
     return tvd, s_lse, t_lse, kl, kept
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _rows(student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static) -> Any:
-    return _run(student, teacher, row_weights, targets, static, False)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _rows(
+    student: Any, teacher: Any, row_weights: Any, targets: Any, is_first: Any, static: _Static
+) -> Any:
+    return _run(student, teacher, row_weights, targets, is_first, static, False)[0]
 
 
 @jax.tree_util.register_static
@@ -231,12 +240,14 @@ class _Wanted:
     teacher: bool
 
 
-def _rows_fwd(student: Any, teacher: Any, row_weights: Any, targets: Any, static: _Static) -> Any:
+def _rows_fwd(
+    student: Any, teacher: Any, row_weights: Any, targets: Any, is_first: Any, static: _Static
+) -> Any:
     wanted = _Wanted(student.perturbed, teacher.perturbed)
-    s, t, kept_weights, positions = (
-        None if x is None else x.value for x in (student, teacher, row_weights, targets)
+    s, t, kept_weights, positions, first = (
+        None if x is None else x.value for x in (student, teacher, row_weights, targets, is_first)
     )
-    values, (s_rows, t_rows, codes) = _run(s, t, kept_weights, positions, static, True)
+    values, (s_rows, t_rows, codes) = _run(s, t, kept_weights, positions, first, static, True)
     kl = values[3]
     if static.want_kl and wanted.teacher:
         kl = sharded.psum(kl, static.vocab_axes)
@@ -286,7 +297,7 @@ def _rows_bwd(static: _Static, kept: Any, upstreams: Any) -> Any:
         other = (None, None) if kl_up is None else (student, s_rows)
         arrays = (teacher, other[0], t_rows, other[1], kl, tvd, t_lse, kl_up, None, None)
         dt = gradient(False, *arrays)
-    return ds, dt, None, None
+    return ds, dt, None, None, None
 
 
 _rows.defvjp(_rows_fwd, _rows_bwd, symbolic_zeros=True)

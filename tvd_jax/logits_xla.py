@@ -52,6 +52,8 @@ def rows(
     """
     kept = None if row_weights is None else row_weights != 0
     s, t = _kept_rows(student, teacher, kept)
+    if axes.vocab and targets is not None:
+        targets = sharded.local_positions(targets, student.shape[-1], axes.vocab)
     values = _rows(s, t, targets, temperature, want_kl, axes.vocab)
     if kept is None:
         return values
@@ -156,13 +158,9 @@ def _rows(
 
 
 def _at(x: jax.Array, targets: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """``x`` at one position of each whole row, of which another device may hold it."""
-    if not axes:
-        return jnp.take_along_axis(x, targets[..., None], axis=-1)[..., 0]
-    here = targets - sharded.shard_number(axes).astype(targets.dtype) * x.shape[-1]
-    inside = (here >= 0) & (here < x.shape[-1])
-    found = jnp.take_along_axis(x, jnp.where(inside, here, 0)[..., None], axis=-1)[..., 0]
-    return sharded.psum(jnp.where(inside, found, 0), axes)
+    """``x`` at one position of each row, -1 where another device holds it."""
+    found = jnp.take_along_axis(x, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    return sharded.psum(jnp.where(targets < 0, 0, found), axes) if axes else found
 
 
 @_rows.defjvp

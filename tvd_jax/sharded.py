@@ -100,6 +100,15 @@ def shard_number(axes: tuple[str, ...]) -> Any:
     return lax.axis_index(axes) if axes else jnp.int32(0)
 
 
+def local_positions(positions: jax.Array, size: int, axes: tuple[str, ...]) -> jax.Array:
+    """Positions in whole rows as those in this shard of ``size`` columns, -1 for others.
+
+    Not for a derivative rule: JAX may trace it where the mesh axes have no names any more.
+    """
+    here = positions - shard_number(axes).astype(positions.dtype) * size
+    return jnp.where((here >= 0) & (here < size), here, -1)
+
+
 def reduce_tokens(
     per_token: jax.Array,
     row_weights: jax.Array | None,
