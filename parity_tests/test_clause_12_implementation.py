@@ -315,6 +315,22 @@ def test_clause_12_pallas_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None
     assert reason in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("capability", "fits"), [((9, 0), True), ((10, 3), True), ((12, 0), False)]
+)
+def test_clause_12_pallas_needs_the_shared_memory_of_its_rings(
+    capability: tuple[int, int], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("jax")
+    import tvd_jax
+    from tvd_jax import compat
+
+    monkeypatch.setattr(compat, "gpu_compute_capability", lambda: capability)
+    reason = tvd_jax.available_implementations()["pallas"]
+    assert (reason is None) == fits
+    assert fits or (reason and "shared memory" in reason and "12.0" in reason)
+
+
 @pytest.mark.parametrize("name", ["interpret_mode", "assume_cuda"])
 def test_clause_12_jax_switches_are_per_thread(name: str) -> None:
     """Two threads whose ``with`` blocks overlap: neither sees nor ends the other's."""
