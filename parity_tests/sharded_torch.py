@@ -1,8 +1,7 @@
 """Runs sharded calls for tests: ``python -m parity_tests.sharded_torch DIRECTORY [CASE ...]``.
 
 Runs in 4 processes. To start them takes longer than most cases, so one group runs them all, and
-writes down what failed. They share the first GPU if they see one, and talk through gloo there too:
-NCCL takes no two processes on a GPU.
+writes down what failed.
 """
 
 import contextlib
@@ -27,7 +26,6 @@ from parity_tests.logits_budget import logits
 from parity_tests.routes import Result, TorchRoute
 
 PROCESSES = 4
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES: dict[str, Callable[[], None]] = {}
 
 
@@ -38,7 +36,7 @@ def case(function: Callable[[], None]) -> Callable[[], None]:
 
 @functools.cache
 def mesh(*shape: int) -> Any:
-    return dist.init_device_mesh(DEVICE, shape, mesh_dim_names=("tokens", "vocab")[: len(shape)])
+    return dist.init_device_mesh("cpu", shape, mesh_dim_names=("tokens", "vocab")[: len(shape)])
 
 
 # --- routes: the whole inputs go in, and the whole results come out ------------------------------
@@ -314,14 +312,13 @@ def elements_of_logits() -> None:
         compare(route, "tvd_from_logits", *logits(TOKENS, VOCAB), LABELS, rtol=1e-4, **options)
 
 
-# In the interpreter a call takes a second, for short rows.
-LONG = 50257 if DEVICE == "cuda" else VOCAB
+# In the interpreter, where a call takes a second.
 
 
 @case
 def triton_probabilities() -> None:
-    p, q = inputs.rows(3, LONG)
-    route = GroupRoute("triton", [0, 1, 3], [0, LONG // 2 + 3, LONG])
+    p, q = inputs.rows(3, VOCAB)
+    route = GroupRoute("triton", [0, 1, 3], [0, VOCAB // 2 + 3, VOCAB])
     oracle.check(route, p, q, LABELS[:3], reduction="mean", weights=WEIGHTS[:3])
 
 
@@ -329,9 +326,9 @@ def triton_probabilities() -> None:
 def triton_logits() -> None:
     from torch.distributed.tensor import Shard
 
-    s, t = logits(2, LONG)
+    s, t = logits(2, VOCAB)
     for route in (
-        GroupRoute("triton", [0, 2], [0, 1, LONG // 3, LONG // 3, LONG]),
+        GroupRoute("triton", [0, 2], [0, 1, VOCAB // 3, VOCAB // 3, VOCAB]),
         two_d("triton", [Shard(0), Shard(1)]),
     ):
         logits_oracle.check(route, s, t, LABELS[2:4], temperature=1.5)
@@ -339,8 +336,8 @@ def triton_logits() -> None:
 
 @case
 def triton_other_losses() -> None:
-    s, t = logits(2, LONG, masked=0.0)
-    route = GroupRoute("triton", [0, 1, 2], [0, LONG // 2 + 3, LONG])
+    s, t = logits(2, VOCAB, masked=0.0)
+    route = GroupRoute("triton", [0, 1, 2], [0, VOCAB // 2 + 3, VOCAB])
     for function in ("hybrid_loss", "cross_entropy_tvd_loss"):
         compare(route, function, s, t, LABELS[3:], temperature=1.5)
 
@@ -647,8 +644,6 @@ def work(rank: int, directory: str, chosen: list[str]) -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
     np.seterr(all="ignore")  # Triton's interpreter computes in NumPy
-    if DEVICE == "cuda":
-        torch.cuda.set_device(0)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/rendezvous",
@@ -668,8 +663,7 @@ def work(rank: int, directory: str, chosen: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if DEVICE == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TRITON_INTERPRET"] = "1"
     torch.multiprocessing.spawn(
         work, (sys.argv[1], sys.argv[2:] or list(CASES)), nprocs=PROCESSES, join=True
     )
