@@ -664,6 +664,12 @@ def work(rank: int, directory: str, chosen: list[str]) -> None:
 
 if __name__ == "__main__":
     os.environ["TRITON_INTERPRET"] = "1"
-    torch.multiprocessing.spawn(
-        work, (sys.argv[1], sys.argv[2:] or list(CASES)), nprocs=PROCESSES, join=True
+    # Forked, so that PyTorch is imported once: 20 of 67 CPU seconds. Nothing has run yet that a
+    # fork would break, such as a thread.
+    torch.multiprocessing.start_processes(
+        work,
+        (sys.argv[1], sys.argv[2:] or list(CASES)),
+        nprocs=PROCESSES,
+        join=True,
+        start_method="fork",
     )
