@@ -135,17 +135,17 @@ def _widened(x: Any) -> Any:
 
 
 def _add_below(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
-    """Adds (1 - sign(d)) * exponential to the total, and d's code below those before.
+    """Adds (1 - sign(d)) / 2 * exponential to the total, and half of d's code below those before.
 
-    The code is 0 at a tie, 1 where p > q, 2 where p < q.
+    The Triton kernel's ``_below`` and ``_difference_tile`` say how.
     """
     if not compat.interpreting():
-        return pallas_ptx.add_below(d, exponential, total, codes)
-    nothing = jnp.zeros_like(d)
-    total = total + jnp.where(d > 0, nothing, exponential)
-    total = total + jnp.where(d < 0, exponential, nothing)
-    code = jnp.where(d > 0, 1, jnp.where(d < 0, 2, 0)).astype(jnp.int32)
-    return total, (codes << 2) | code
+        half_code = pallas_ptx.below(d)
+        four = _splat(_f32(4))
+        return pallas_ptx.fma(exponential, half_code, total), pallas_ptx.fma(codes, four, half_code)
+    half_code = jnp.where(d >= 2.0**-126, 0.0, jnp.where(d <= -(2.0**-126), 1.0, 0.5))
+    half_code = half_code.astype(jnp.float32)
+    return total + exponential * half_code, codes * 4 + half_code
 
 
 def _exponent(x: Any, scale: float, reference: Any) -> Any:
@@ -354,52 +354,52 @@ def _forward(
             row_tiles.fetch(s_gmem, s_smem, row, unit_number, barrier)
             row_tiles.fetch(t_gmem, t_smem, row, unit_number, barrier)
 
-        def fetch_step(index: Any) -> None:
+        def fetch_step(index: Any, s: Any) -> None:
             row = block + lax.div(index, _i32(per_row)) * blocks
-            fetch(lax.rem(index, _i32(stages)), row, lax.rem(index, _i32(units)))
+            fetch(s, row, lax.rem(index, _i32(units)))
 
-        def release(index: Any) -> None:
+        def after(s: Any) -> Any:
+            """The slot of the next step. A remainder of the step is 12 instructions a tile."""
+            return jnp.where(s == stages - 1, _i32(0), s + 1)
+
+        def release(index: Any, s: Any) -> None:
             """Gives the slot of step ``index`` free, and fills the one that was given free before.
 
             The first warpgroup fills it. One step later, so that it seldom waits for the others.
+            Each thread's arrival comes after its own reads, so that nothing has to be committed.
             """
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(smem["empty"].at[lax.rem(index, _i32(stages))])
+            plgpu.barrier_arrive(smem["empty"].at[s])
             before = index - 1
 
             @pl.when((group == 0) & (index > 0) & (before + stages < steps))
             def _() -> None:
-                plgpu.barrier_wait(smem["empty"].at[lax.rem(before, _i32(stages))])
-                fetch_step(before + stages)
+                free = jnp.where(s == 0, _i32(stages - 1), s - 1)
+                plgpu.barrier_wait(smem["empty"].at[free])
+                fetch_step(before + stages, free)
 
         for i in range(stages):
-            pl.when((group == 0) & (i < steps))(lambda i=i: fetch_step(_i32(i)))
-
-        def wait(index: Any) -> Any:
-            s = lax.rem(index, _i32(stages))
-            plgpu.barrier_wait(slot(s)[2])
-            return s
+            pl.when((group == 0) & (i < steps))(lambda i=i: fetch_step(_i32(i), _i32(i)))
 
         def reference_of(highest: Any) -> Any:
             return lax.max(highest * _f32(scale / unit_of_reference), _f32(LOWEST))
 
-        def statistics_of(row: Any, first: Any, kept: Any) -> tuple[Any, ...]:
-            """The reference of both rows, and the sums of their exponentials relative to it."""
+        def statistics_of(row: Any, first: Any, s0: Any, kept: Any) -> tuple[Any, ...]:
+            """The reference of both rows, the sums of their exponentials relative to it, a slot."""
 
             def sums(tile: Any, count: int, carry: Any, masked: bool) -> Any:
+                s, *totals = carry
                 for h in range(count):
-                    index = first + tile * row_tiles.in_tile + h
-                    s = lax.rem(index, _i32(stages))
                     if h == 0:  # the first unit of a row was waited for, for the sample
                         pl.when(tile > 0)(lambda s=s: plgpu.barrier_wait(slot(s)[2]))
                     else:
                         plgpu.barrier_wait(slot(s)[2])
-                    carry = add_exponentials(
-                        slot(s), tile, h, masked, s_reference, t_reference, carry
+                    totals = add_exponentials(
+                        slot(s), tile, h, masked, s_reference, t_reference, totals
                     )
                     if not resident:
-                        release(index)
-                return carry
+                        release(first + tile * row_tiles.in_tile + h, s)
+                    s = after(s)
+                return (s, *totals)
 
             def add_exponentials(
                 at: Any, tile: Any, h: int, masked: bool, s_reference: Any, t_reference: Any, c: Any
@@ -418,7 +418,7 @@ def _forward(
                 plgpu.commit_smem()
 
             # What exponents are relative to: the maximum of a sample.
-            s0 = wait(first)
+            plgpu.barrier_wait(slot(s0)[2])
             inside = _lanes() + group * LANES < min(vocab, SAMPLE)
             nothing = _splat(_f32(-jnp.inf))
             sample = [
@@ -429,7 +429,7 @@ def _forward(
             s_reference, t_reference = (reference_of(x) for x in references)
 
             zeros = (_splat(_f32(0)), _splat(_f32(0)))
-            totals = row_tiles.over_tiles(sums, zeros)
+            s, *totals = row_tiles.over_tiles(sums, (s0, *zeros))
             s_sum, t_sum = exchange(_ADD, 2, totals)
 
             keep_statistics((s_reference, t_reference, s_sum, t_sum))
@@ -476,26 +476,27 @@ def _forward(
                 sums = exchange(_ADD, 2, row_tiles.over_tiles(sums_again, zeros))
                 keep_statistics((s_highest, t_highest, *sums))
 
-            return tuple(smem["statistics"][group, i] for i in range(4))
+            return *(smem["statistics"][group, i] for i in range(4)), s
 
-        def differences_of(r: Any, of_student: Any, of_teacher: Any) -> list[Any]:
-            """The distance, the sums of ``p * (1 - sign(p - q))`` and of ``q * log2(q / p)``."""
-            row, first = block + r * blocks, r * per_row
+        def differences_of(r: Any, s: Any, of_student: Any, of_teacher: Any) -> tuple[Any, ...]:
+            """Distance, the sums of ``p * (1 - sign(p - q))`` and ``q * log2(q / p)``, a slot."""
+            row, first = block + r * blocks, r * per_row + (passes - 1) * units
             (s_reference, s_factor), (t_reference, t_factor) = of_student, of_teacher
 
             def differences(tile: Any, count: int, carry: Any, masked: bool) -> Any:
-                codes = _vector(jnp.zeros((LANES,), jnp.int32))
+                s, *sums = carry
+                codes = _splat(_f32(2.0**14))
                 for h in range(count):
-                    number = tile * row_tiles.in_tile + h
-                    index = first + number + (passes - 1) * units
-                    s = lax.rem(index, _i32(stages)) if resident else wait(index)
-                    carry, codes = add_differences(slot(s), tile, h, masked, carry, codes)
-                    release(index)
+                    if not resident:
+                        plgpu.barrier_wait(slot(s)[2])
+                    sums, codes = add_differences(slot(s), tile, h, masked, sums, codes)
+                    release(first + tile * row_tiles.in_tile + h, s)
+                    s = after(s)
                 if keep_codes:
-                    missing = 2 * (SUB_TILES - count * unit)  # the codes of ties
-                    at = pl.ds((tile * GROUPS + group) * LANES, LANES)
-                    gmem["codes"][row, at] = (codes << missing).astype(jnp.uint8)
-                return carry
+                    for _ in range(SUB_TILES - count * unit):  # as of ties
+                        codes = codes * _splat(_f32(4)) + _splat(_f32(0.5))
+                    _store_codes(gmem["codes"], row, (tile * GROUPS + group) * LANES, codes)
+                return (s, *sums)
 
             def add_differences(
                 at: Any, tile: Any, h: int, masked: bool, carry: Any, codes: Any
@@ -516,44 +517,51 @@ def _forward(
                 return (distance, below, divergence), codes
 
             zero = _splat(_f32(0))
-            sums_of = list(row_tiles.over_tiles(differences, (zero, zero, zero)))
+            s, *sums_of = row_tiles.over_tiles(differences, (s, zero, zero, zero))
             wanted = [True, keep_codes, want_kl]
             part = 4 if given is None else 3 * lax.rem(r, _i32(2))  # no other exchange between
             results = exchange(_ADD, part, [x for x, w in zip(sums_of, wanted, strict=True) if w])
             distance = results.pop(0) * _f32(0.5)
-            below = results.pop(0) * s_factor if keep_codes else None
-            return [distance, below, results.pop(0) if want_kl else None]
+            below = results.pop(0) * (_f32(2) * s_factor) if keep_codes else None
+            return distance, below, results.pop(0) if want_kl else None, s
 
         def write_rows(row: Any, select: Any, references: Any, sums: Any) -> None:
             """``sums``, or 1 / sums if those are what was computed."""
             for name, reference, last in zip("st", references, sums, strict=True):
-                gmem[f"{name}_rows"][0, row] = select(reference)
-                gmem[f"{name}_rows"][1, row] = select(last, 1.0)
+                write(f"{name}_rows", (0, row), select(reference))
+                write(f"{name}_rows", (1, row), select(last, 1.0))
                 if computed:
                     lse = (reference * _f32(unit_of_reference) - _log2(last)) * _f32(LN2)
-                    gmem[f"{name}_lse"][row] = select(lse)
+                    write(f"{name}_lse", (row,), select(lse))
 
         def write_sums(row: Any, select: Any, sums: Any, s_factor: Any, t_factor: Any) -> None:
             distance, below, divergence = sums
             value = select(distance)
-            gmem["tvd"][row] = value
+            write("tvd", (row,), value)
             if keep_codes:
                 below = select(below, 1.0)
                 if computed:  # 1 if all are ties, for gradients of 0
                     below = jnp.where(value == 0, _f32(1), below)
                 below = below + value * _f32(0)  # NaN where that is, as no comparison was true
                 if computed:
-                    gmem["s_rows"][2, row] = below
-                    gmem["t_rows"][2, row] = below + _f32(2) * value
+                    write("s_rows", (2, row), below)
+                    write("t_rows", (2, row), below + _f32(2) * value)
                 else:
-                    gmem["below"][row] = below
+                    write("below", (row,), below)
             if want_kl:
                 if computed:
                     divergence = divergence + (_log2(t_factor) - _log2(s_factor))
-                gmem["kl"][row] = select(divergence * _f32(LN2))
+                write("kl", (row,), select(divergence * _f32(LN2)))
 
-        @pl.loop(_i32(0), rows)
-        def _(r: Any) -> None:
+        def write(name: str, at: tuple[Any, ...], value: Any) -> None:
+            """Without the warpgroup's barriers of a store: the others wait in the next row."""
+            if compat.interpreting():
+                gmem[name][at] = value
+            else:
+                pallas_ptx.store_scalar(gmem[name].at[at], value)
+
+        def of_row(r: Any, s: Any) -> Any:
+            """All of a row, from slot ``s`` on; the slot of the next row."""
             row = block + r * blocks
             first = r * per_row
             kept = jnp.bool_(True) if row_weights is None else in_gmem["weights"][row] != 0
@@ -562,18 +570,19 @@ def _forward(
                 return jnp.where(kept, x, _f32(ignored))
 
             if given is None:
-                s_reference, t_reference, *sums = statistics_of(row, first, kept)
+                s_reference, t_reference, *sums, next_s = statistics_of(row, first, s, kept)
                 if alone:
                     pl.when(group == 0)(
                         lambda: write_rows(row, select, (s_reference, t_reference), sums)
                     )
-                    return
+                    return next_s
+                s = s if resident else next_s
                 s_factor, t_factor = (_divide(_f32(1), x) for x in sums)
             else:
                 s_reference, s_factor, t_reference, t_factor = (
                     in_gmem["given"][i, row] for i in range(4)
                 )
-            sums_of = differences_of(r, (s_reference, s_factor), (t_reference, t_factor))
+            *sums_of, s = differences_of(r, s, (s_reference, s_factor), (t_reference, t_factor))
 
             @pl.when(group == 0)
             def _() -> None:
@@ -581,8 +590,21 @@ def _forward(
                 if computed:
                     write_rows(row, select, (s_reference, t_reference), (s_factor, t_factor))
 
+            return s
+
+        lax.fori_loop(_i32(0), rows, of_row, _i32(0))
+
     outputs = _call(body, statistics.value, out_type, blocks, scratch, list(named.values()))
     return dict(zip(out_type, outputs, strict=True))
+
+
+def _store_codes(codes_gmem: Any, row: Any, start: Any, codes: Any) -> None:
+    """Writes a byte of each lane, whose lowest 8 bits are the codes."""
+    at = codes_gmem.at[row, pl.ds(start, LANES)]
+    if compat.interpreting():
+        at[...] = lax.bitcast_convert_type(codes, jnp.int32).astype(jnp.uint8)
+    else:
+        pallas_ptx.store_low_bytes(codes, at)
 
 
 def _log2(x: Any) -> Any:
@@ -690,7 +712,7 @@ def logits_backward(
         exponential = jnp.exp2(x)
         code = (codes >> (2 * (SUB_TILES - 1 - k))) & 3
         plus, minus, tie = (_splat(of[name]) for name in ("plus", "minus", "tie"))
-        dx = _product(exponential, jnp.where(code >= 2, minus, jnp.where(code == 1, plus, tie)))
+        dx = _product(exponential, jnp.where(code >= 2, minus, jnp.where(code == 1, tie, plus)))
         if "kl_upstream" in gmem:
             y = row_tiles.logits(smem["other"], tile, k, True)
             y = _exponent(y, scale, of["other_reference"])

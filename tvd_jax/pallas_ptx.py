@@ -30,22 +30,14 @@ def importable() -> bool:
 
 def _run(asm: str, refs: Sequence[Any], scalars: Sequence[Any]) -> None:
     """Runs PTX in every thread; ``$0, $1, ...`` are the addresses of the refs, then the scalars."""
-    from jax.experimental.mosaic.gpu.utils import memref_ptr
     from jax.extend.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
     assert all(np.dtype(x.dtype).itemsize == 4 for x in scalars)
     letters = ["f" if jnp.issubdtype(x.dtype, jnp.floating) else "r" for x in scalars]
 
-    def address(ref: Any) -> tuple[str, Any]:
-        """64 bits of global memory, 32 bits of shared memory."""
-        pointer = memref_ptr(ref)
-        shared = llvm.PointerType(pointer.type).address_space == _SHARED
-        integer = ir.IntegerType.get_signless(32 if shared else 64)
-        return "r" if shared else "l", llvm.ptrtoint(integer, pointer)
-
     def inline(_: Any, *values: Any) -> None:
-        addresses = [address(x) for x in values[: len(refs)]]
+        addresses = [_address(x) for x in values[: len(refs)]]
         numbers = [x.registers.item() for x in values[len(refs) :]]
         constraints = ",".join([letter for letter, _ in addresses] + letters + ["~{memory}"])
         arguments, void = [x for _, x in addresses] + numbers, ir.Type.parse("!llvm.void")
@@ -53,6 +45,18 @@ def _run(asm: str, refs: Sequence[Any], scalars: Sequence[Any]) -> None:
 
     types = (*[plgpu.RefType()] * len(refs), *[plgpu.Layout.WG_SPLAT] * len(scalars))
     plgpu.inline_mgpu(arg_types=types)(inline)(*refs, *scalars)
+
+
+def _address(ref: Any) -> tuple[str, Any]:
+    """64 bits of global memory, 32 bits of shared memory, and their constraint."""
+    from jax.experimental.mosaic.gpu.utils import memref_ptr
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm
+
+    pointer = memref_ptr(ref)
+    shared = llvm.PointerType(pointer.type).address_space == _SHARED
+    integer = ir.IntegerType.get_signless(32 if shared else 64)
+    return "r" if shared else "l", llvm.ptrtoint(integer, pointer)
 
 
 _FIRST_THREAD = """
@@ -230,10 +234,6 @@ def reduce_warps(op: str, x: Any, out_smem: Any) -> None:
 
     The 4 neighbours in sequence, then lanes by strides 1, 2, 4, 8, 16.
     """
-    from jax.experimental.mosaic.gpu.utils import memref_ptr
-    from jax.extend.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
-
     combine = _COMBINE[op]
     strides = "\n".join(
         f"shfl.sync.bfly.b32 other, value, {stride}, 31, -1; {combine} value, value, other;"
@@ -256,16 +256,57 @@ def reduce_warps(op: str, x: Any, out_smem: Any) -> None:
         @first_lane st.shared.f32 [at], value;
     }}"""
 
-    def inline(_: Any, out: Any, x: Any) -> None:
-        pointer = llvm.ptrtoint(ir.IntegerType.get_signless(32), memref_ptr(out))
+    _run_on_vector(asm, out_smem, x)
+
+
+def store_low_bytes(x: Any, out_gmem: Any) -> None:
+    """Writes the lowest byte of each element of ``x``, 4 neighbours a thread, to ``out_gmem``.
+
+    Without the two barriers of the warpgroup that a store of Pallas's has.
+    """
+    asm = """{
+        .reg .b32 thread, low, high, word;
+        .reg .b64 address, offset;
+        prmt.b32 low, $1, $2, 0x0040;
+        prmt.b32 high, $3, $4, 0x0040;
+        prmt.b32 word, low, high, 0x5410;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        mul.wide.u32 offset, thread, 4;
+        add.u64 address, $0, offset;
+        st.global.b32 [address], word;
+    }"""
+    _run_on_vector(asm, out_gmem, x)
+
+
+def store_scalar(out_gmem: Any, value: Any) -> None:
+    """Writes a float32 from the first thread of the warpgroup, without a barrier of it."""
+    asm = """{
+        .reg .b32 thread;
+        .reg .pred first_thread;
+        mov.u32 thread, %tid.x;
+        and.b32 thread, thread, 127;
+        setp.eq.u32 first_thread, thread, 0;
+        @first_thread st.global.f32 [$0], $1;
+    }"""
+    _run(asm, [out_gmem], [value])
+
+
+def _run_on_vector(asm: str, ref: Any, x: Any) -> None:
+    """Runs PTX in every thread; ``$0`` is the address, ``$1`` to ``$4`` its float32 elements."""
+    from jax.extend.mlir import ir
+    from jaxlib.mlir.dialects import llvm, vector
+
+    def inline(_: Any, ref: Any, x: Any) -> None:
+        letter, pointer = _address(ref)
         (register,) = x.registers.flat
         elements = [vector.extract(register, [], [i]) for i in range(4)]
         void = ir.Type.parse("!llvm.void")
-        constraints = "r,f,f,f,f,~{memory}"
+        constraints = f"{letter},f,f,f,f,~{{memory}}"
         llvm.inline_asm(void, [pointer, *elements], asm, constraints, has_side_effects=True)
 
     layout = plgpu.Layout.WG_STRIDED(x.shape, vec_size=4)
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(inline)(out_smem, x)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))(inline)(ref, x)
 
 
 def layout_of(x: Any) -> Any:
@@ -304,59 +345,9 @@ def widen_bfloat16(x: Any) -> Any:
     return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(x)
 
 
-def add_below(d: Any, exponential: Any, total: Any, codes: Any) -> tuple[Any, Any]:
-    """``total + (1 - sign(d)) * exponential``, and ``codes << 2`` plus 1 if d > 0, 2 if d < 0.
-
-    6 instructions an element. |d| is below 2, so that the highest bit of its exponent, which is
-    shifted in below the sign, is 0; where d is NaN the whole row is, and its codes mean nothing.
-    """
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.extend.mlir import ir
-    from jaxlib.mlir.dialects import llvm, vector
-
-    layout = layout_of(d)
-    count = d.size // 128
-    asm = """{
-        .reg .pred above, under;
-        setp.gt.f32 above, $2, 0f00000000;
-        setp.lt.f32 under, $2, 0f00000000;
-        mov.b32 $0, $4;
-        @!above add.rn.f32 $0, $0, $3;
-        @under add.rn.f32 $0, $0, $3;
-        shf.l.wrap.b32 $1, $2, $5, 2;
-        @above add.u32 $1, $1, 1;
-    }"""
-
-    def inline(_: Any, *arrays: Any) -> Any:
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        pair = ir.Type.parse("!llvm.struct<(f32, i32)>")
-        (d, exponential, total, codes) = (
-            [vector.extract(x.registers.flat[0], [], [i]) for i in range(count)] for x in arrays
-        )
-        totals, shifted = [], []
-        for operands in zip(d, exponential, total, codes, strict=True):
-            found: Any = llvm.inline_asm(
-                pair, list(operands), asm, "=&f,=&r,f,f,f,r", has_side_effects=False
-            )
-            totals.append(llvm.extractvalue(f32, found, [0]))
-            shifted.append(llvm.extractvalue(i32, found, [1]))
-
-        def array(elements: Any, of: Any, kind: Any, signed: Any) -> Any:
-            registers = np.empty_like(of.registers)
-            registers.flat[0] = vector.from_elements(ir.VectorType.get((count,), kind), elements)
-            return mgpu.FragmentedArray(_registers=registers, _layout=of.layout, _is_signed=signed)
-
-        return array(totals, arrays[2], f32, None), array(
-            shifted, arrays[3], i32, arrays[3].is_signed
-        )
-
-    results = (
-        plgpu.ShapeDtypeStruct(total.shape, jnp.float32, layout=layout),
-        plgpu.ShapeDtypeStruct(codes.shape, jnp.int32, layout=layout),
-    )
-    return plgpu.inline_mgpu(arg_types=(layout,) * 4, return_type=results)(inline)(
-        d, exponential, total, codes
-    )
+def below(d: Any) -> Any:
+    """(1 - sign(d)) / 2 by one saturating instruction; subnormal differences count as 0."""
+    return _elementwise("fma.rn.ftz.sat.f32 $0, $1, 0fFF000000, 0f3F000000;", d)
 
 
 def fma(a: Any, b: Any, c: Any) -> Any:
@@ -374,30 +365,38 @@ def fma(a: Any, b: Any, c: Any) -> Any:
 
 def mul(a: Any, b: Any) -> Any:
     """``a * b`` of vectors, which no compiler contracts with what is added to it."""
+    return _elementwise("mul.rn.f32 $0, $1, $2;", a, b)
+
+
+def _elementwise(asm: str, *vectors: Any) -> Any:
+    """One instruction of float32 elements each."""
     from jax.extend.mlir import ir
     from jaxlib.mlir.dialects import llvm, vector
 
-    layout = layout_of(a)
-    result = plgpu.ShapeDtypeStruct(a.shape, a.dtype, layout=layout)
+    layout = layout_of(vectors[0])
+    result = plgpu.ShapeDtypeStruct(vectors[0].shape, jnp.float32, layout=layout)
 
-    def product(a: Any, b: Any) -> Any:
+    def of_registers(*registers: Any) -> Any:
+        constraints = ",".join(["=f"] + ["f"] * len(registers))
         f32 = ir.F32Type.get()
         elements: list[Any] = [
             llvm.inline_asm(
                 f32,
-                [vector.extract(x, [], [i]) for x in (a, b)],
-                "mul.rn.f32 $0, $1, $2;",
-                "=f,f,f",
+                [vector.extract(x, [], [i]) for x in registers],
+                asm,
+                constraints,
                 has_side_effects=False,
             )
-            for i in range(a.type.shape[0])
+            for i in range(registers[0].type.shape[0])
         ]
-        return vector.from_elements(a.type, elements)
+        return vector.from_elements(registers[0].type, elements)
 
-    def inline(_: Any, a: Any, b: Any) -> Any:
-        return a._pointwise(product, b)
+    def inline(_: Any, first: Any, *others: Any) -> Any:
+        return first._pointwise(of_registers, *others)
 
-    return plgpu.inline_mgpu(arg_types=(layout,) * 2, return_type=result)(inline)(a, b)
+    return plgpu.inline_mgpu(arg_types=(layout,) * len(vectors), return_type=result)(inline)(
+        *vectors
+    )
 
 
 def divide(a: Any, b: Any) -> Any:
