@@ -95,6 +95,8 @@ class LogitsLaunch(NamedTuple):
     registers: int | None
     programs: int
     """On an SM."""
+    ahead: bool
+    """Whether tiles are read one ahead."""
 
 
 def logits_forward_launch(*itemsizes: int) -> LogitsLaunch:
@@ -106,8 +108,8 @@ def logits_forward_launch(*itemsizes: int) -> LogitsLaunch:
     until they are read again.
     """
     if sum(itemsizes) <= 4:
-        return LogitsLaunch(8, 80, 3)
-    return LogitsLaunch(16, None, 1)
+        return LogitsLaunch(8, 80, 3, False)
+    return LogitsLaunch(16, None, 1, True)
 
 
 # Elements at the start of a row whose maximum the exponents are relative to, unless the sums show
@@ -129,9 +131,9 @@ def logits_reference_unit(scale: float) -> float:
     return scale if scale > LOGITS_COLD_SCALE else 1.0
 
 
-def logits_pallas_stages(slot_bytes: int) -> int:
-    """Slots of tiles that fit in the shared memory of an SM, which one block takes whole."""
-    return (PALLAS_SMEM_PER_SM - 2 * PALLAS_SMEM_PER_BLOCK) // slot_bytes
+def logits_pallas_slots(slot_bytes: int, sample_bytes: int) -> int:
+    """Slots that fit, beside a sample, in the shared memory of an SM; one block takes it whole."""
+    return (PALLAS_SMEM_PER_SM - 2 * PALLAS_SMEM_PER_BLOCK - sample_bytes) // slot_bytes
 
 
 def logits_windows(vocab: int) -> int:

@@ -95,6 +95,29 @@ def _first_reference(row_ptr, shift, end, readable, unit, ALIGNED: tl.constexpr)
 
 
 @triton.jit
+def _whole_tile(row_ptr, start, first, end, POLICY: tl.constexpr):
+    """The logits of a tile's four sub-tiles, as they are; none before first, none from end on.
+
+    For loops that read a tile ahead. In the others the compiler puts half of a tile's loads after
+    the arithmetic of the other half, where there are no codes, so that too few are under way.
+    """
+    position = start + tl.arange(0, LANES)
+    inside = (position >= first) & (position < end)
+    at = row_ptr + position
+    x0 = tl.load(at, mask=inside, eviction_policy=POLICY)
+    x1 = tl.load(at + LANES, mask=inside, eviction_policy=POLICY)
+    x2 = tl.load(at + 2 * LANES, mask=inside, eviction_policy=POLICY)
+    x3 = tl.load(at + 3 * LANES, mask=inside, eviction_policy=POLICY)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _add_exponential(total, x, scale, reference, COLD: tl.constexpr):
+    """Adds 2 ** (x * scale - reference) to the lanes."""
+    return total + tl.exp2(_exponent(x.to(tl.float32), scale, reference, COLD))
+
+
+@triton.jit
 def _add_exponentials(
     total,
     reference,
@@ -112,7 +135,7 @@ def _add_exponentials(
     for k in tl.static_range(4):
         position = start + k * LANES + tl.arange(0, LANES)
         x = _logits(row_ptr, position, shift, end, readable, MASKED, ALIGNED, "evict_last")
-        total += tl.exp2(_exponent(x, scale, reference, COLD))
+        total = _add_exponential(total, x, scale, reference, COLD)
     return total
 
 
@@ -128,6 +151,7 @@ def _totals(
     scale,
     ALIGNED: tl.constexpr,
     COLD: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """The sums of both rows' exponentials, by lane."""
     s = tl.zeros([LANES], tl.float32)
@@ -143,13 +167,30 @@ def _totals(
                 t, t_reference, t_row, 0, shift, end, readable, scale, True, ALIGNED, COLD
             )
         first = TILE
-    for start in range(first, full, TILE):
-        s = _add_exponentials(
-            s, s_reference, s_row, start, shift, end, readable, scale, False, ALIGNED, COLD
-        )
-        t = _add_exponentials(
-            t, t_reference, t_row, start, shift, end, readable, scale, False, ALIGNED, COLD
-        )
+    if AHEAD:
+        s0, s1, s2, s3 = _whole_tile(s_row, first, first, full, "evict_last")
+        t0, t1, t2, t3 = _whole_tile(t_row, first, first, full, "evict_last")
+        for start in range(first, full, TILE):
+            s4, s5, s6, s7 = _whole_tile(s_row, start + TILE, first, full, "evict_last")
+            t4, t5, t6, t7 = _whole_tile(t_row, start + TILE, first, full, "evict_last")
+            s = _add_exponential(s, s0, scale, s_reference, COLD)
+            s = _add_exponential(s, s1, scale, s_reference, COLD)
+            s = _add_exponential(s, s2, scale, s_reference, COLD)
+            s = _add_exponential(s, s3, scale, s_reference, COLD)
+            t = _add_exponential(t, t0, scale, t_reference, COLD)
+            t = _add_exponential(t, t1, scale, t_reference, COLD)
+            t = _add_exponential(t, t2, scale, t_reference, COLD)
+            t = _add_exponential(t, t3, scale, t_reference, COLD)
+            s0, s1, s2, s3 = s4, s5, s6, s7
+            t0, t1, t2, t3 = t4, t5, t6, t7
+    else:
+        for start in range(first, full, TILE):
+            s = _add_exponentials(
+                s, s_reference, s_row, start, shift, end, readable, scale, False, ALIGNED, COLD
+            )
+            t = _add_exponentials(
+                t, t_reference, t_row, start, shift, end, readable, scale, False, ALIGNED, COLD
+            )
     if full < end:
         s = _add_exponentials(
             s, s_reference, s_row, full, shift, end, readable, scale, True, ALIGNED, COLD
@@ -219,13 +260,14 @@ def _statistics(
     scale,
     ALIGNED: tl.constexpr,
     COLD: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """The reference of each row, and the sum of its exponentials relative to it."""
     unit = 1.0 if COLD else scale
     s_highest = _first_reference(s_row, shift, end, readable, unit, ALIGNED)
     t_highest = _first_reference(t_row, shift, end, readable, unit, ALIGNED)
     s_total, t_total = _totals(
-        s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED, COLD
+        s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED, COLD, AHEAD
     )
     s_sum = _row_sum(s_total, shift, ALIGNED)
     t_sum = _row_sum(t_total, shift, ALIGNED)
@@ -237,11 +279,52 @@ def _statistics(
         s_highest = tl.maximum(s_highest, LOWEST)
         t_highest = tl.maximum(t_highest, LOWEST)
         s_total, t_total = _totals(
-            s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED, COLD
+            s_row, t_row, s_highest, t_highest, shift, end, readable, scale, ALIGNED, COLD, AHEAD
         )
         s_sum = _row_sum(s_total, shift, ALIGNED)
         t_sum = _row_sum(t_total, shift, ALIGNED)
     return s_highest, s_sum, t_highest, t_sum
+
+
+@triton.jit
+def _difference(
+    s,
+    t,
+    scale,
+    s_reference,
+    s_factor,
+    t_reference,
+    t_factor,
+    distance,
+    below,
+    divergence,
+    codes,
+    COLD: tl.constexpr,
+    KEEP_CODES: tl.constexpr,
+    WANT_KL: tl.constexpr,
+):
+    """Adds a sub-tile to the sums, and its codes below those before; see ``_difference_tile``."""
+    s = _exponent(s.to(tl.float32), scale, s_reference, COLD)
+    t = _exponent(t.to(tl.float32), scale, t_reference, COLD)
+    exponential = tl.exp2(s)
+    q = tl.exp2(t) * t_factor
+    # Compiled without contraction to an FMA, or p - p would not be 0.
+    d = exponential * s_factor - q
+    distance += tl.abs(d)
+    if KEEP_CODES:
+        half_code = _below(d)
+        below = tl.fma(exponential, half_code, below)
+        codes = tl.fma(codes, tl.full([LANES], 4.0, tl.float32), half_code)
+    if WANT_KL:
+        divergence += tl.where(q == 0.0, 0.0, q * (t - s))
+    return distance, below, divergence, codes
+
+
+@triton.jit
+def _store_codes(codes_row, start, codes):
+    """Writes a tile's codes, the lowest byte of each lane."""
+    at = codes_row + start // 4 + tl.arange(0, LANES)
+    tl.store(at, codes.to(tl.uint32, bitcast=True).to(tl.uint8))
 
 
 @triton.jit
@@ -269,33 +352,24 @@ def _difference_tile(
 ):
     """Adds |p - q|, (1 - sign(p - q)) / 2 * p / s_factor and q * (log2(q / p) + a constant).
 
-    The code of an element is 1 - sign(p - q): 0 where p > q, 1 at a tie, 2 where p < q; that of the
-    first sub-tile takes the highest two bits of a byte. Codes are built in a float32, because the
-    FMA units have more time left than those for integers: half a code is a unit in the last place
-    of 2 ** 22, to which the first value comes after a tile's four factors of 4.
+    From the last sub-tile to the first. The code of an element is 1 - sign(p - q): 0 where p > q,
+    1 at a tie, 2 where p < q; that of sub-tile k takes bits 2 k and 2 k + 1 of a byte. Codes are
+    built in a float32, because the FMA units have more time left than those for integers: half a
+    code is a unit in the last place of 2 ** 22, to which the first value comes after a tile's four
+    factors of 4.
     """
     lanes = tl.arange(0, LANES)
     codes = tl.full([LANES], 2.0**14, tl.float32)
-    four = tl.full([LANES], 4.0, tl.float32)
     for k in tl.static_range(4):
-        position = start + k * LANES + lanes
+        position = start + (3 - k) * LANES + lanes
         s = _logits(s_row, position, shift, end, readable, MASKED, ALIGNED, "evict_first")
         t = _logits(t_row, position, shift, end, readable, MASKED, ALIGNED, "evict_first")
-        s = _exponent(s, scale, s_reference, COLD)
-        t = _exponent(t, scale, t_reference, COLD)
-        exponential = tl.exp2(s)
-        q = tl.exp2(t) * t_factor
-        # Compiled without contraction to an FMA, or p - p would not be 0.
-        d = exponential * s_factor - q
-        distance += tl.abs(d)
-        if KEEP_CODES:
-            half_code = _below(d)
-            below = tl.fma(exponential, half_code, below)
-            codes = tl.fma(codes, four, half_code)
-        if WANT_KL:
-            divergence += tl.where(q == 0.0, 0.0, q * (t - s))
+        distance, below, divergence, codes = _difference(
+            s, t, scale, s_reference, s_factor, t_reference, t_factor,
+            distance, below, divergence, codes, COLD, KEEP_CODES, WANT_KL,
+        )  # fmt: skip
     if KEEP_CODES:
-        tl.store(codes_row + start // 4 + lanes, codes.to(tl.uint32, bitcast=True).to(tl.uint8))
+        _store_codes(codes_row, start, codes)
     return distance, below, divergence
 
 
@@ -316,13 +390,59 @@ def _differences(
     COLD: tl.constexpr,
     KEEP_CODES: tl.constexpr,
     WANT_KL: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """What ``_difference_tile`` adds up over a row, by lane, from the row's first element on."""
+    """What ``_difference_tile`` adds up over a row, by lane, from the row's first element on.
+
+    From the last tile to the first, so that what the sums read last is read again before it has
+    left L2.
+    """
     distance = tl.zeros([LANES], tl.float32)
     below = tl.zeros([LANES], tl.float32)
     divergence = tl.zeros([LANES], tl.float32)
     full = end // TILE * TILE
     first = 0 if ALIGNED else TILE
+    if full < end:
+        distance, below, divergence = _difference_tile(
+            s_row, t_row, codes_row, full, shift, end, readable, scale,
+            s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
+            True, ALIGNED, COLD, KEEP_CODES, WANT_KL,
+        )  # fmt: skip
+    if AHEAD:
+        s0, s1, s2, s3 = _whole_tile(s_row, full - TILE, first, full, "evict_first")
+        t0, t1, t2, t3 = _whole_tile(t_row, full - TILE, first, full, "evict_first")
+        for done in range(first, full, TILE):
+            start = full - TILE + first - done
+            s4, s5, s6, s7 = _whole_tile(s_row, start - TILE, first, full, "evict_first")
+            t4, t5, t6, t7 = _whole_tile(t_row, start - TILE, first, full, "evict_first")
+            codes = tl.full([LANES], 2.0**14, tl.float32)
+            distance, below, divergence, codes = _difference(
+                s3, t3, scale, s_reference, s_factor, t_reference, t_factor,
+                distance, below, divergence, codes, COLD, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
+            distance, below, divergence, codes = _difference(
+                s2, t2, scale, s_reference, s_factor, t_reference, t_factor,
+                distance, below, divergence, codes, COLD, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
+            distance, below, divergence, codes = _difference(
+                s1, t1, scale, s_reference, s_factor, t_reference, t_factor,
+                distance, below, divergence, codes, COLD, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
+            distance, below, divergence, codes = _difference(
+                s0, t0, scale, s_reference, s_factor, t_reference, t_factor,
+                distance, below, divergence, codes, COLD, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
+            if KEEP_CODES:
+                _store_codes(codes_row, start, codes)
+            s0, s1, s2, s3 = s4, s5, s6, s7
+            t0, t1, t2, t3 = t4, t5, t6, t7
+    else:
+        for done in range(first, full, TILE):
+            distance, below, divergence = _difference_tile(
+                s_row, t_row, codes_row, full - TILE + first - done, shift, end, readable, scale,
+                s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
+                False, ALIGNED, COLD, KEEP_CODES, WANT_KL,
+            )  # fmt: skip
     if not ALIGNED:  # noqa: SIM102 (known when compiling)
         if full > 0:
             distance, below, divergence = _difference_tile(
@@ -330,18 +450,6 @@ def _differences(
                 s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
                 True, ALIGNED, COLD, KEEP_CODES, WANT_KL,
             )  # fmt: skip
-    for start in range(first, full, TILE):
-        distance, below, divergence = _difference_tile(
-            s_row, t_row, codes_row, start, shift, end, readable, scale,
-            s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
-            False, ALIGNED, COLD, KEEP_CODES, WANT_KL,
-        )  # fmt: skip
-    if full < end:
-        distance, below, divergence = _difference_tile(
-            s_row, t_row, codes_row, full, shift, end, readable, scale,
-            s_reference, s_factor, t_reference, t_factor, distance, below, divergence,
-            True, ALIGNED, COLD, KEEP_CODES, WANT_KL,
-        )  # fmt: skip
     if not ALIGNED:
         rotation = (tl.arange(0, LANES) + shift) % LANES
         distance = tl.gather(distance, rotation, 0)
@@ -375,6 +483,7 @@ def logits_forward_kernel(
     ALIGNED: tl.constexpr,
     COLD: tl.constexpr,
     STATISTICS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """tvd[row] = 0.5 * sum_v |softmax(s)_v - softmax(t)_v| for logits s / T and t / T.
 
@@ -385,7 +494,8 @@ def logits_forward_kernel(
     1 / sum_v 2 ** (x_v * scale - reference), and sum_v p_v * (1 - sign(p_v - q_v)), or with q_v
     in t_rows. That sum keeps what 1 - (a sum of
     signs) would lose of a student that puts almost all where the teacher puts almost nothing. lse
-    is the log-sum-exp of x / T, divergence KL(q || p), both in nats.
+    is the log-sum-exp of x / T, divergence KL(q || p), both in nats. AHEAD: tiles are read one
+    ahead, for which there have to be registers.
 
     STATISTICS ALONE: writes the references, and the sums where the factors would be, nothing else.
     GIVEN: ``given`` is [2, 2, tokens], the reference and factor of s and of t, of rows of which
@@ -416,7 +526,7 @@ def logits_forward_kernel(
             t_highest, t_factor = tl.load(t_given_ptr + row), tl.load(t_given_ptr + tokens + row)
         else:
             s_highest, s_sum, t_highest, t_sum = _statistics(
-                s_row, t_row, kept, shift, end, readable, scale, ALIGNED, COLD
+                s_row, t_row, kept, shift, end, readable, scale, ALIGNED, COLD, AHEAD
             )
             if STATISTICS == ALONE:
                 s_factor, t_factor = s_sum, t_sum
@@ -435,7 +545,7 @@ def logits_forward_kernel(
         if STATISTICS != ALONE:
             distance, below, divergence = _differences(
                 s_row, t_row, codes_row, shift, end, readable, scale,
-                s_highest, s_factor, t_highest, t_factor, ALIGNED, COLD, KEEP_CODES, WANT_KL,
+                s_highest, s_factor, t_highest, t_factor, ALIGNED, COLD, KEEP_CODES, WANT_KL, AHEAD,
             )  # fmt: skip
             value = tl.where(kept, _sum_lanes(distance) * 0.5, 0.0)
             tl.store(distance_ptr + row + one, value)
@@ -492,9 +602,9 @@ def logits_backward_kernel(
     """Gradient of the logits x, the student's (SIGN 1) or the teacher's (SIGN -1).
 
     dx_v = (p_v * (SIGN * 0.5 * distance_upstream * (below - code_v) + sum_upstream) ...) / T
-    with code_v = 1 - sign_v, p = softmax(x) from the row's reference and factor, q that of the other logits. HAS_KL adds
-    kl_upstream times (p_v - q_v) or, for the teacher, p_v * (log(p_v / q_v) - kl); HAS_TARGET adds
-    target_upstream where v is the row's target.
+    with code_v = 1 - sign_v, p = softmax(x) from the row's reference and factor, q that of the
+    other logits. HAS_KL adds kl_upstream times (p_v - q_v) or, for the teacher,
+    p_v * (log(p_v / q_v) - kl); HAS_TARGET adds target_upstream where v is the row's target.
     Grid: (tokens * windows,), one window a program.
     """
     vocab = _known_multiple(vocab, ALIGNED)
@@ -560,7 +670,7 @@ def logits_backward_kernel(
                 other = _logits(
                     other_ptr + base, position, shift, read, readable, True, ALIGNED, "evict_first"
                 )
-        code = (codes >> (6 - 2 * k)) & 3
+        code = (codes >> (2 * k)) & 3
         coefficient = tl.where(code >= 2, minus, tl.where(code == 1, tie, plus))
         x = _exponent(x, scale, reference, COLD)
         exponential = tl.exp2(x)

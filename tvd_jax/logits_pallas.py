@@ -2,12 +2,13 @@
 
 A persistent grid of blocks of GROUPS warpgroups, which share a row. A tile of LOGITS_TILE elements
 is four sub-tiles of LOGITS_LANES elements, and each warpgroup takes its LANES of every sub-tile, so
-that lane ``j`` of the row is lane ``j % LANES`` of warpgroup ``j // LANES``. Each warpgroup has a
-ring of shared-memory slots of its own, which TMA fills ahead; they meet where a number of the whole
-row is needed, through ``_Exchange``.
+that lane ``j`` of the row is lane ``j % LANES`` of warpgroup ``j // LANES``. TMA fills a ring of
+shared-memory slots ahead.
 
-A row is read twice: for the sums of both softmaxes, then for the difference. If the ring holds a
-whole row, the second time reads shared memory, else L2.
+A row is read twice: forward for the sums of both softmaxes, then backward for the difference, which
+begins with what the sums left in shared memory, the whole row if it fits, and then finds in L2 what
+they read last. The warpgroups meet once a row, after the sums: for these, for what the row before
+came to, and for the reference of the next one, from a copy of its beginning.
 """
 
 import enum
@@ -72,13 +73,23 @@ def _padded(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, -x.shape[1] % multiple)), constant_values=-jnp.inf)
 
 
+class _Parts(enum.IntEnum):
+    """Where the sums and maxima of ``_Exchange`` lie; for even and odd rows, what all rows have."""
+
+    TOTALS = 0
+    SAMPLES = 4
+    DIFFERENCES = 8
+    AGAIN = 14
+    COUNT = 18
+
+
 class _Exchange:
     """Sums and maxima over all lanes of a block.
 
     The order within a warpgroup is that of Mosaic's reduction: 4 neighbours, then lanes by strides
     1 to 16, then warps; that reduction itself keeps its scratch in memory that the warpgroups of a
-    block would share. Two exchanges in a row use different ``parts`` of the shared memory, so that
-    one barrier each is enough.
+    block would share. What is deposited after a meeting goes to other ``parts`` of the shared
+    memory than what is read after it, so that one barrier is enough.
     """
 
     WARPS = 4 * GROUPS
@@ -93,22 +104,36 @@ class _Exchange:
             plgpu.Barrier(num_arrivals=GROUPS, num_barriers=1),
         )
 
-    def __call__(self, op: str, part: int, vectors: Sequence[Any]) -> list[Any]:
+    def deposit(self, op: str, part: Any, vectors: Sequence[Any]) -> None:
+        """Combines the elements of each of this warp, for ``values`` after ``meet``."""
         for i, x in enumerate(vectors):
             here = self.smem.at[part + i, pl.ds(self.group * 4, 4)]
             if compat.interpreting():
                 here[...] = _warp_values(op, x)
             else:
                 pallas_ptx.reduce_warps(op, x, here)
-        if compat.interpreting():
-            plgpu.barrier_arrive(self.barrier)
-            plgpu.barrier_wait(self.barrier)
-        else:
-            pallas_ptx.sync_threads(128 * GROUPS)
-        combine = jnp.add if op == _ADD else jnp.maximum
-        return [self._row_value(part + i, combine) for i in range(len(vectors))]
 
-    def _row_value(self, part: int, combine: Callable[[Any, Any], Any]) -> Any:
+    def arrive(self) -> None:
+        plgpu.barrier_arrive(self.barrier)
+
+    def wait(self) -> None:
+        """Until all have arrived; what each has deposited before is there then."""
+        plgpu.barrier_wait(self.barrier)
+
+    def meet(self) -> None:
+        self.arrive()
+        self.wait()
+
+    def values(self, op: str, part: Any, count: int) -> list[Any]:
+        combine = jnp.add if op == _ADD else jnp.maximum
+        return [self._row_value(part + i, combine) for i in range(count)]
+
+    def __call__(self, op: str, part: int, vectors: Sequence[Any]) -> list[Any]:
+        self.deposit(op, part, vectors)
+        self.meet()
+        return self.values(op, part, len(vectors))
+
+    def _row_value(self, part: Any, combine: Callable[[Any, Any], Any]) -> Any:
         # The interpreter calls back to Python for each read.
         here = self.smem[part] if compat.interpreting() else self.smem.at[part]
         values = [here[w] for w in range(self.WARPS)]
@@ -223,13 +248,72 @@ class _Rows:
             x = jnp.where(inside, x, _splat(_f32(-jnp.inf)))
         return x
 
-    def over_tiles(self, step: Callable[[Any, int, Any, bool], Any], carry: Any) -> Any:
+    def over_tiles(self, step: Callable[[Any, int, Any, bool], Any], carry: Any, first: int) -> Any:
         """``step(tile, units, carry, masked)`` over the tiles, the last of which may be partial."""
         carry = lax.fori_loop(
-            _i32(0), _i32(self.full), lambda tile, c: step(tile, self.in_tile, c, False), carry
+            _i32(first), _i32(self.full), lambda tile, c: step(tile, self.in_tile, c, False), carry
         )
         rest = self.units - self.full * self.in_tile
         return step(_i32(self.full), rest, carry, True) if rest else carry
+
+    def back_over_tiles(self, step: Callable[[Any, int, Any, bool], Any], carry: Any) -> Any:
+        """As ``over_tiles``, from the last tile to the first."""
+        rest = self.units - self.full * self.in_tile
+        if rest:
+            carry = step(_i32(self.full), rest, carry, True)
+        last = self.full - 1
+        return lax.fori_loop(
+            _i32(0), _i32(self.full), lambda i, c: step(last - i, self.in_tile, c, False), carry
+        )
+
+
+class _Ring:
+    """The order in which units of rows come through the slots of shared memory.
+
+    A row's units are used forward, then backward, in one of the two directions only where the
+    kernel has one pass. What the first pass leaves in shared memory, ``held`` units, is given free
+    in the second. A slot that is given free takes the unit that comes next. So the slots of a
+    row's units differ from row to row: ``order`` names them, 4 bits each, the first one lowest. A
+    ``number`` counts through them, forward and back.
+    """
+
+    def __init__(self, units: int, slots: int, forward: bool, backward: bool) -> None:
+        assert slots <= 8  # of 4 bits in an int32
+        self.units, self.slots, self.forward, self.backward = units, slots, forward, backward
+        self.held = min(units, slots) if forward and backward else 0
+        self.copies = units * (forward + backward) - self.held  # a row
+
+    def start(self) -> tuple[Any, Any]:
+        """The first row's order, and the number of its first slot."""
+        return _i32(sum(i << (4 * i) for i in range(self.slots))), _i32(0)
+
+    def unit(self, copy: Any) -> Any:
+        """The unit that a copy of a row brings."""
+        if not self.backward:
+            return copy
+        back = self.copies - 1 - copy
+        return jnp.where(copy < self.units, copy, back) if self.forward else back
+
+    def slot(self, order: Any, number: Any) -> Any:
+        return (order >> (number * 4)) & 15
+
+    def next(self, number: Any) -> Any:
+        return jnp.where(number == self.slots - 1, _i32(0), number + 1)
+
+    def back(self, number: Any) -> Any:
+        """The next number where units are used backward."""
+        if not self.forward:
+            return self.next(number)
+        return jnp.where(number == 0, _i32(self.slots - 1), number - 1)
+
+    def next_row(self, order: Any, number: Any) -> tuple[Any, Any]:
+        """The next row's order: slots in which it has begun to arrive, then those given free."""
+        if not self.held:
+            return order, number
+        slots = [self.slot(order, _i32(i)) for i in range(self.slots)]
+        slots = slots[self.held :] + slots[: self.held][::-1]
+        order = functools.reduce(jnp.bitwise_or, [x << (4 * i) for i, x in enumerate(slots)])
+        return order, _i32(0)
 
 
 def logits_forward(
@@ -312,30 +396,39 @@ def _forward(
     unit = SUB_TILES if pair_bytes <= 4 else SUB_TILES // 2
     elements = unit * LOGITS_LANES
     units = -(-vocab // elements)
-    stages = config.logits_pallas_stages(elements * pair_bytes) - 1  # one is for rows done again
+    sampled = min(LOGITS_LANES, student.shape[1])
+    slots = config.logits_pallas_slots(elements * pair_bytes, LOGITS_LANES * pair_bytes)
+    slots = min(slots, units + 4)
     computed, alone = (statistics is x for x in (_Statistics.COMPUTED, _Statistics.ALONE))
-    resident = computed and units < stages
-    stages = min(stages, units + 4)
-    passes = 2 if computed and not resident else 1  # in which the ring is filled
+    ring = _Ring(units, slots, forward=computed or alone, backward=not alone)
+    tile_units = SUB_TILES // unit
+    # Whether the first tile of the next row is there before the sums of a row are known.
+    begun_early = computed and vocab >= LOGITS_TILE and slots - units >= tile_units
     out_type = _forward_outputs(tokens, vocab, want_kl, keep_codes, statistics)
-    slots = (stages + 1, elements)
-    exchange_smem, exchange_barrier = _Exchange.scratch(parts=7)
+    exchange_smem, exchange_barrier = _Exchange.scratch(parts=_Parts.COUNT)
     scratch = {
-        "s": plgpu.SMEM(slots, student.dtype),
-        "t": plgpu.SMEM(slots, teacher.dtype),
+        "s": plgpu.SMEM((slots, elements), student.dtype),
+        "t": plgpu.SMEM((slots, elements), teacher.dtype),
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
+        "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=slots),
         "exchange": exchange_smem,
         "exchange_barrier": exchange_barrier,
-        "statistics": plgpu.SMEM((GROUPS, 4), jnp.float32),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages + 1),
-        "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=stages + 1),
     }
+    if ring.forward:
+        scratch |= {
+            "s_sample": plgpu.SMEM((LOGITS_LANES,), student.dtype),
+            "t_sample": plgpu.SMEM((LOGITS_LANES,), teacher.dtype),
+            "sample_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+            "sample_empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=1),
+            "again_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+            "again": plgpu.SMEM((GROUPS, 4), jnp.float32),
+        }
     optional = {"weights": row_weights, "given": given}
     named = {"s": student, "t": teacher} | {k: x for k, x in optional.items() if x is not None}
     blocks = min(tokens, compat.sm_count())  # a block takes an SM's shared memory whole
 
     def body(*refs: Any) -> None:
         in_gmem = dict(zip(named, refs, strict=False))
-        s_gmem, t_gmem = in_gmem["s"], in_gmem["t"]
         rest = refs[len(named) :]
         gmem = dict(zip(out_type, rest, strict=False))
         smem = dict(zip(scratch, rest[len(out_type) :], strict=True))
@@ -343,166 +436,219 @@ def _forward(
         exchange = _Exchange(smem["exchange"], smem["exchange_barrier"], group)
         row_tiles = _Rows(vocab, group, unit)
         rows = lax.div(_i32(tokens) - block + _i32(blocks - 1), _i32(blocks))
-        per_row = passes * units
-        steps = rows * per_row
+
+        def row_of(r: Any) -> Any:
+            return block + r * blocks
+
+        def is_kept(row: Any) -> Any:
+            return jnp.bool_(True) if row_weights is None else in_gmem["weights"][row] != 0
 
         def slot(s: Any) -> tuple[Any, Any, Any]:
             return smem["s"].at[s], smem["t"].at[s], smem["full"].at[s]
 
-        def fetch(s: Any, row: Any, unit_number: Any) -> None:
-            s_smem, t_smem, barrier = slot(s)
-            row_tiles.fetch(s_gmem, s_smem, row, unit_number, barrier)
-            row_tiles.fetch(t_gmem, t_smem, row, unit_number, barrier)
+        def copy_sub_tile(row: Any, start: Any, size: int, barrier: Any) -> None:
+            """Both rows' elements from ``start`` on into the place of the sample."""
+            for name in "st":
+                plgpu.copy_gmem_to_smem(
+                    in_gmem[name].at[row, pl.ds(start, size)],
+                    smem[f"{name}_sample"].at[pl.ds(0, size)],
+                    barrier,
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
 
-        def fetch_step(index: Any, s: Any) -> None:
-            row = block + lax.div(index, _i32(per_row)) * blocks
-            fetch(s, row, lax.rem(index, _i32(units)))
+        def produce() -> None:
+            """Starts all copies, each when the slot that it goes to has been given free."""
 
-        def after(s: Any) -> Any:
-            """The slot of the next step. A remainder of the step is 12 instructions a tile."""
-            return jnp.where(s == stages - 1, _i32(0), s + 1)
+            def fetch(copy: Any, s: Any) -> None:
+                r = lax.div(copy, _i32(ring.copies))
+                unit_number = ring.unit(copy - r * ring.copies)
+                s_smem, t_smem, barrier = slot(s)
+                row_tiles.fetch(in_gmem["s"], s_smem, row_of(r), unit_number, barrier)
+                row_tiles.fetch(in_gmem["t"], t_smem, row_of(r), unit_number, barrier)
 
-        def release(index: Any, s: Any) -> None:
-            """Gives the slot of step ``index`` free, and fills the one that was given free before.
+            def refill(order: Any, number: Any, copy: Any) -> Any:
+                s = ring.slot(order, number)
+                plgpu.barrier_wait(smem["empty"].at[s])
+                pl.when(copy < rows * ring.copies)(lambda: fetch(copy, s))
+                return copy + 1
 
-            The first warpgroup fills it. One step later, so that it seldom waits for the others.
-            Each thread's arrival comes after its own reads, so that nothing has to be committed.
-            """
-            plgpu.barrier_arrive(smem["empty"].at[s])
-            before = index - 1
+            def fetch_sample(r: Any) -> None:
+                @pl.when(r < rows)
+                def _() -> None:
+                    pl.when(r > 0)(lambda: plgpu.barrier_wait(smem["sample_empty"].at[0]))
+                    copy_sub_tile(row_of(r), 0, sampled, smem["sample_full"].at[0])
 
-            @pl.when((group == 0) & (index > 0) & (before + stages < steps))
-            def _() -> None:
-                free = jnp.where(s == 0, _i32(stages - 1), s - 1)
-                plgpu.barrier_wait(smem["empty"].at[free])
-                fetch_step(before + stages, free)
+            def of_row(r: Any, carry: Any) -> Any:
+                order, number, copy = carry
 
-        for i in range(stages):
-            pl.when((group == 0) & (i < steps))(lambda i=i: fetch_step(_i32(i), _i32(i)))
+                def forward(_: Any, c: Any) -> Any:
+                    number, copy = c
+                    return ring.next(number), refill(order, number, copy)
+
+                def back(_: Any, c: Any) -> Any:
+                    number, copy = c
+                    return ring.back(number), refill(order, number, copy)
+
+                if ring.forward:
+                    let_go = units - ring.held
+                    number, copy = lax.fori_loop(_i32(0), _i32(let_go), forward, (number, copy))
+                    fetch_sample(r + 3)
+                if ring.backward:
+                    if ring.forward:
+                        number = _i32((units - 1) % slots)
+                    number, copy = lax.fori_loop(_i32(0), _i32(units), back, (number, copy))
+                return *ring.next_row(order, number), copy
+
+            if ring.forward:
+                fetch_sample(_i32(0))
+            for i in range(slots):
+                pl.when(i < rows * ring.copies)(lambda i=i: fetch(_i32(i), _i32(i)))
+            if ring.forward:
+                fetch_sample(_i32(1))
+                fetch_sample(_i32(2))
+            lax.fori_loop(_i32(0), rows, of_row, (*ring.start(), _i32(slots)))
 
         def reference_of(highest: Any) -> Any:
             return lax.max(highest * _f32(scale / unit_of_reference), _f32(LOWEST))
 
-        def statistics_of(row: Any, first: Any, s0: Any, kept: Any) -> tuple[Any, ...]:
-            """The reference of both rows, the sums of their exponentials relative to it, a slot."""
-
-            def sums(tile: Any, count: int, carry: Any, masked: bool) -> Any:
-                s, *totals = carry
-                for h in range(count):
-                    if h == 0:  # the first unit of a row was waited for, for the sample
-                        pl.when(tile > 0)(lambda s=s: plgpu.barrier_wait(slot(s)[2]))
-                    else:
-                        plgpu.barrier_wait(slot(s)[2])
-                    totals = add_exponentials(
-                        slot(s), tile, h, masked, s_reference, t_reference, totals
-                    )
-                    if not resident:
-                        release(first + tile * row_tiles.in_tile + h, s)
-                    s = after(s)
-                return (s, *totals)
-
-            def add_exponentials(
-                at: Any, tile: Any, h: int, masked: bool, s_reference: Any, t_reference: Any, c: Any
-            ) -> Any:
-                totals = list(c)
-                for k in range(h * unit, (h + 1) * unit):
-                    for i, reference in enumerate((s_reference, t_reference)):
-                        x = row_tiles.logits(at[i], tile, k, masked)
-                        totals[i] = totals[i] + jnp.exp2(_exponent(x, scale, reference))
-                return tuple(totals)
-
-            def keep_statistics(values: Sequence[Any]) -> None:
-                # In memory, because a branch of the interpreter that returns values may deadlock.
-                for i, value in enumerate(values):
-                    smem["statistics"][group, i] = value
-                plgpu.commit_smem()
-
-            # What exponents are relative to: the maximum of a sample.
-            plgpu.barrier_wait(slot(s0)[2])
+        def deposit_sample(r: Any, part: Any) -> None:
+            """The maxima that the exponents of row ``r``, if there is one, are relative to."""
+            pl.when(r < rows)(lambda: plgpu.barrier_wait(smem["sample_full"].at[0]))
             inside = _lanes() + group * LANES < min(vocab, SAMPLE)
             nothing = _splat(_f32(-jnp.inf))
-            sample = [
-                jnp.where(inside, row_tiles.logits(slot(s0)[i], _i32(0), 0, False), nothing)
-                for i in range(2)
-            ]
-            references = exchange(_MAX, 0, sample)
-            s_reference, t_reference = (reference_of(x) for x in references)
+            here = pl.ds(group * LANES, LANES)
+            samples = [_widened(_vector(smem[f"{name}_sample"][here])) for name in "st"]
+            exchange.deposit(_MAX, part, [jnp.where(inside, x, nothing) for x in samples])
 
-            zeros = (_splat(_f32(0)), _splat(_f32(0)))
-            s, *totals = row_tiles.over_tiles(sums, (s0, *zeros))
-            s_sum, t_sum = exchange(_ADD, 2, totals)
+        def add_exponentials(
+            at: Any, tile: Any, h: int, masked: bool, s_reference: Any, t_reference: Any, c: Any
+        ) -> list[Any]:
+            totals = list(c)
+            for k in range(h * unit, (h + 1) * unit):
+                for i, reference in enumerate((s_reference, t_reference)):
+                    x = row_tiles.logits(at[i], tile, k, masked)
+                    totals[i] = totals[i] + jnp.exp2(_exponent(x, scale, reference))
+            return totals
 
-            keep_statistics((s_reference, t_reference, s_sum, t_sum))
-            within = (s_sum < _f32(HIGHEST_SUM)) & (t_sum < _f32(HIGHEST_SUM))
+        zero = _splat(_f32(0))
 
-            @pl.when(kept & jnp.logical_not(within))
-            def _() -> None:
-                """Relative to the true maximum: the sample's was far below, or there is a NaN."""
+        def sums_of(order: Any, number: Any, references: Any, begun: Any) -> tuple[Any, ...]:
+            """Where the ring is then, and the lanes of both rows' sums of exponentials."""
 
-                def load(tile: Any, h: int) -> Any:
-                    at = _i32(stages)
-                    number = tile * row_tiles.in_tile + h
-                    pl.when(group == 0)(lambda: fetch(at, row, number))
-                    plgpu.barrier_wait(slot(at)[2])
-                    return slot(at)
+            def sums(tile: Any, tile_units: int, carry: Any, masked: bool) -> Any:
+                number, *totals = carry
+                for h in range(tile_units):
+                    s = ring.slot(order, number)
+                    plgpu.barrier_wait(slot(s)[2])
+                    totals = add_exponentials(slot(s), tile, h, masked, *references, totals)
+                    if ring.held < units:
+                        held = tile * row_tiles.in_tile + h >= units - ring.held
+                        pl.when(jnp.logical_not(held))(lambda s=s: release(s))
+                    number = ring.next(number)
+                return (number, *totals)
 
-                def done() -> None:
-                    """All have read the slot, so that it can be filled again."""
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(smem["empty"].at[stages])
-                    plgpu.barrier_wait(smem["empty"].at[stages])
+            if begun_early:
+                number = _i32(row_tiles.in_tile % slots)
+            return row_tiles.over_tiles(sums, (number, *begun), first=int(begun_early))
 
-                def maximum(tile: Any, count: int, carry: Any, masked: bool) -> Any:
-                    highest = list(carry)
-                    for h in range(count):
-                        at = load(tile, h)
-                        for k in range(h * unit, (h + 1) * unit):
-                            for i in range(2):
-                                x = row_tiles.logits(at[i], tile, k, masked)
-                                highest[i] = jnp.maximum(highest[i], x)
-                        done()
-                    return tuple(highest)
+        def begin_early(r: Any, order: Any, references: Any) -> tuple[Any, ...]:
+            """The sums over the first tile of row ``r``, if there is one."""
+            if not begun_early:
+                return zero, zero
+            totals = [zero, zero]
+            for h in range(row_tiles.in_tile):
+                s = ring.slot(order, _i32(h))
+                pl.when(r < rows)(lambda s=s: plgpu.barrier_wait(slot(s)[2]))
+                totals = add_exponentials(slot(s), _i32(0), h, False, *references, totals)
+            return tuple(totals)
 
-                def sums_again(tile: Any, count: int, carry: Any, masked: bool) -> Any:
-                    for h in range(count):
-                        at = load(tile, h)
-                        carry = add_exponentials(at, tile, h, masked, s_highest, t_highest, carry)
-                        done()
-                    return carry
+        def release(s: Any) -> None:
+            # Each thread's arrival comes after its own reads, so that nothing has to be committed.
+            plgpu.barrier_arrive(smem["empty"].at[s])
 
-                lowest = (_splat(_f32(-jnp.inf)), _splat(_f32(-jnp.inf)))
-                highest = exchange(_MAX, 0, row_tiles.over_tiles(maximum, lowest))
-                s_highest, t_highest = (reference_of(x) for x in highest)
-                sums = exchange(_ADD, 2, row_tiles.over_tiles(sums_again, zeros))
-                keep_statistics((s_highest, t_highest, *sums))
+        def over_sub_tiles(order: Any, row: Any, step: Any, carry: Any) -> Any:
+            """``step(logits of both, carry)``; from the ring if it holds the row, else from L2."""
+            whole = vocab // LOGITS_LANES
 
-            return *(smem["statistics"][group, i] for i in range(4)), s
+            def sub_tile(number: Any, size: int, carry: Any) -> Any:
+                if ring.held == units:
+                    s = ring.slot(order, lax.div(number, _i32(unit)))
+                    at = pl.ds((lax.rem(number, _i32(unit)) * GROUPS + group) * LANES, LANES)
+                    pair = [smem[name][s, at] for name in "st"]
+                else:
+                    full = smem["again_full"].at[0]
+                    start = number * LOGITS_LANES
+                    pl.when(group == 0)(lambda: copy_sub_tile(row, start, size, full))
+                    plgpu.barrier_wait(full)
+                    pair = [smem[f"{name}_sample"][pl.ds(group * LANES, LANES)] for name in "st"]
+                pair = [_widened(_vector(x)) for x in pair]
+                if size < LOGITS_LANES:
+                    inside = _lanes() < vocab - whole * LOGITS_LANES - group * LANES
+                    pair = [jnp.where(inside, x, _splat(_f32(-jnp.inf))) for x in pair]
+                carry = step(pair, carry)
+                if ring.held < units:
+                    exchange.meet()  # all have read
+                return carry
 
-        def differences_of(r: Any, s: Any, of_student: Any, of_teacher: Any) -> tuple[Any, ...]:
-            """Distance, the sums of ``p * (1 - sign(p - q))`` and ``q * log2(q / p)``, a slot."""
-            row, first = block + r * blocks, r * per_row + (passes - 1) * units
-            (s_reference, s_factor), (t_reference, t_factor) = of_student, of_teacher
+            carry = lax.fori_loop(
+                _i32(0), _i32(whole), lambda i, c: sub_tile(i, LOGITS_LANES, c), carry
+            )
+            rest = in_gmem["s"].shape[1] - whole * LOGITS_LANES
+            return sub_tile(_i32(whole), rest, carry) if rest else carry
 
-            def differences(tile: Any, count: int, carry: Any, masked: bool) -> Any:
-                s, *sums = carry
-                codes = _splat(_f32(2.0**14))
-                for h in range(count):
-                    if not resident:
-                        plgpu.barrier_wait(slot(s)[2])
+        def from_maxima(order: Any, row: Any) -> None:
+            """Once more: the maximum of the sample was far below the row's, or there is a NaN."""
+
+            def maximum(pair: Any, highest: Any) -> Any:
+                return tuple(jnp.maximum(h, x) for h, x in zip(highest, pair, strict=True))
+
+            def sums_again(pair: Any, totals: Any) -> Any:
+                of = zip(totals, pair, references, strict=True)
+                return tuple(total + jnp.exp2(_exponent(x, scale, r)) for total, x, r in of)
+
+            lowest = _splat(_f32(-jnp.inf))
+            highest = over_sub_tiles(order, row, maximum, (lowest, lowest))
+            references = [reference_of(x) for x in exchange(_MAX, _Parts.AGAIN, highest)]
+            totals = over_sub_tiles(order, row, sums_again, (zero, zero))
+            # In memory, because a branch of the interpreter that returns values may deadlock.
+            for i, value in enumerate((*references, *exchange(_ADD, _Parts.AGAIN + 2, totals))):
+                smem["again"][group, i] = value
+            plgpu.commit_smem()
+
+        def differences_of(
+            row: Any, order: Any, number: Any, references: Any, factors: Any
+        ) -> tuple[Any, ...]:
+            """Where the ring is then, and the lanes of the sums over a row.
+
+            These are of ``|p - q|``, ``(1 - sign(p - q)) / 2 * p / s_factor``, ``q * log2(q / p)``.
+            """
+            (s_reference, t_reference), (s_factor, t_factor) = references, factors
+
+            def differences(tile: Any, tile_units: int, carry: Any, masked: bool) -> Any:
+                number, *sums = carry
+                # As of ties, where there are no sub-tiles; ``_difference_tile`` says what they are.
+                codes = 2.0**14
+                for _ in range(SUB_TILES - tile_units * unit):
+                    codes = 4 * codes + 0.5
+                codes = _splat(_f32(codes))
+                for h in reversed(range(tile_units)):
+                    s = ring.slot(order, number)
+                    if ring.held < units:
+                        held = tile * row_tiles.in_tile + h >= units - ring.held
+                        pl.when(jnp.logical_not(held))(lambda s=s: plgpu.barrier_wait(slot(s)[2]))
                     sums, codes = add_differences(slot(s), tile, h, masked, sums, codes)
-                    release(first + tile * row_tiles.in_tile + h, s)
-                    s = after(s)
+                    release(s)
+                    number = ring.back(number)
                 if keep_codes:
-                    for _ in range(SUB_TILES - count * unit):  # as of ties
-                        codes = codes * _splat(_f32(4)) + _splat(_f32(0.5))
-                    _store_codes(gmem["codes"], row, (tile * GROUPS + group) * LANES, codes)
-                return (s, *sums)
+                    at = (tile * GROUPS + group) * LANES
+                    _store_codes(gmem["codes"], row, at, codes)
+                return (number, *sums)
 
             def add_differences(
                 at: Any, tile: Any, h: int, masked: bool, carry: Any, codes: Any
             ) -> Any:
                 distance, below, divergence = carry
-                for k in range(h * unit, (h + 1) * unit):
+                for k in reversed(range(h * unit, (h + 1) * unit)):
                     s_x = _exponent(row_tiles.logits(at[0], tile, k, masked), scale, s_reference)
                     t_x = _exponent(row_tiles.logits(at[1], tile, k, masked), scale, t_reference)
                     exponential = jnp.exp2(s_x)
@@ -516,42 +662,7 @@ def _forward(
                         divergence = divergence + jnp.where(q == 0, jnp.zeros_like(q), term)
                 return (distance, below, divergence), codes
 
-            zero = _splat(_f32(0))
-            s, *sums_of = row_tiles.over_tiles(differences, (s, zero, zero, zero))
-            wanted = [True, keep_codes, want_kl]
-            part = 4 if given is None else 3 * lax.rem(r, _i32(2))  # no other exchange between
-            results = exchange(_ADD, part, [x for x, w in zip(sums_of, wanted, strict=True) if w])
-            distance = results.pop(0) * _f32(0.5)
-            below = results.pop(0) * (_f32(2) * s_factor) if keep_codes else None
-            return distance, below, results.pop(0) if want_kl else None, s
-
-        def write_rows(row: Any, select: Any, references: Any, sums: Any) -> None:
-            """``sums``, or 1 / sums if those are what was computed."""
-            for name, reference, last in zip("st", references, sums, strict=True):
-                write(f"{name}_rows", (0, row), select(reference))
-                write(f"{name}_rows", (1, row), select(last, 1.0))
-                if computed:
-                    lse = (reference * _f32(unit_of_reference) - _log2(last)) * _f32(LN2)
-                    write(f"{name}_lse", (row,), select(lse))
-
-        def write_sums(row: Any, select: Any, sums: Any, s_factor: Any, t_factor: Any) -> None:
-            distance, below, divergence = sums
-            value = select(distance)
-            write("tvd", (row,), value)
-            if keep_codes:
-                below = select(below, 1.0)
-                if computed:  # 1 if all are ties, for gradients of 0
-                    below = jnp.where(value == 0, _f32(1), below)
-                below = below + value * _f32(0)  # NaN where that is, as no comparison was true
-                if computed:
-                    write("s_rows", (2, row), below)
-                    write("t_rows", (2, row), below + _f32(2) * value)
-                else:
-                    write("below", (row,), below)
-            if want_kl:
-                if computed:
-                    divergence = divergence + (_log2(t_factor) - _log2(s_factor))
-                write("kl", (row,), select(divergence * _f32(LN2)))
+            return row_tiles.back_over_tiles(differences, (number, zero, zero, zero))
 
         def write(name: str, at: tuple[Any, ...], value: Any) -> None:
             """Without the warpgroup's barriers of a store: the others wait in the next row."""
@@ -560,41 +671,149 @@ def _forward(
             else:
                 pallas_ptx.store_scalar(gmem[name].at[at], value)
 
-        def of_row(r: Any, s: Any) -> Any:
-            """All of a row, from slot ``s`` on; the slot of the next row."""
-            row = block + r * blocks
-            first = r * per_row
-            kept = jnp.bool_(True) if row_weights is None else in_gmem["weights"][row] != 0
+        def write_row(name: str, row: Any, reference: Any, last: Any) -> None:
+            """``last`` is the factor, or the sum if that is what the kernel computes."""
+            kept = is_kept(row)
+            write(f"{name}_rows", (0, row), jnp.where(kept, reference, _f32(0)))
+            write(f"{name}_rows", (1, row), jnp.where(kept, last, _f32(1)))
+            if computed:
+                lse = (reference * _f32(unit_of_reference) - _log2(last)) * _f32(LN2)
+                write(f"{name}_lse", (row,), jnp.where(kept, lse, _f32(0)))
 
-            def select(x: Any, ignored: float = 0.0) -> Any:
-                return jnp.where(kept, x, _f32(ignored))
+        wanted = [True, keep_codes, want_kl]
 
-            if given is None:
-                s_reference, t_reference, *sums, next_s = statistics_of(row, first, s, kept)
-                if alone:
-                    pl.when(group == 0)(
-                        lambda: write_rows(row, select, (s_reference, t_reference), sums)
-                    )
-                    return next_s
-                s = s if resident else next_s
-                s_factor, t_factor = (_divide(_f32(1), x) for x in sums)
-            else:
-                s_reference, s_factor, t_reference, t_factor = (
-                    in_gmem["given"][i, row] for i in range(4)
-                )
-            *sums_of, s = differences_of(r, s, (s_reference, s_factor), (t_reference, t_factor))
+        def deposit_differences(part: Any, sums: Sequence[Any]) -> None:
+            exchange.deposit(_ADD, part, [x for x, w in zip(sums, wanted, strict=True) if w])
 
-            @pl.when(group == 0)
-            def _() -> None:
-                write_sums(row, select, sums_of, s_factor, t_factor)
+        def write_differences(r: Any, part: Any, s_factor: Any, t_factor: Any) -> None:
+            row = row_of(r)
+            kept = is_kept(row)
+            sums = exchange.values(_ADD, part, sum(wanted))
+            distance = jnp.where(kept, sums.pop(0) * _f32(0.5), _f32(0))
+            write("tvd", (row,), distance)
+            if keep_codes:
+                below = jnp.where(kept, sums.pop(0) * (_f32(2) * s_factor), _f32(1))
+                if computed:  # 1 if all are ties, for gradients of 0
+                    below = jnp.where(distance == 0, _f32(1), below)
+                below = below + distance * _f32(0)  # NaN where that is: no comparison was true
                 if computed:
-                    write_rows(row, select, (s_reference, t_reference), (s_factor, t_factor))
+                    write("s_rows", (2, row), below)
+                    write("t_rows", (2, row), below + _f32(2) * distance)
+                else:
+                    write("below", (row,), below)
+            if want_kl:
+                divergence = sums.pop(0)
+                if computed:
+                    divergence = divergence + (_log2(t_factor) - _log2(s_factor))
+                write("kl", (row,), jnp.where(kept, divergence * _f32(LN2), _f32(0)))
 
-            return s
+        def statistics_of(
+            r: Any, order: Any, number: Any, references: Any, following: Any, begun: Any
+        ) -> tuple[Any, ...]:
+            """Where the ring is then, references and sums of a row, and for the rows after it.
 
-        lax.fori_loop(_i32(0), rows, of_row, _i32(0))
+            That is the references of the row after the next and what the sums of the next begin
+            with, which fills the time until all have met. The sums of the differences of the row
+            before are there to be read after it.
+            """
+            row = row_of(r)
+            number, *totals = sums_of(order, number, references, begun)
+            part = 2 * lax.rem(r, _i32(2))
+            deposit_sample(r + 2, _Parts.SAMPLES + part)
+            exchange.deposit(_ADD, _Parts.TOTALS + part, totals)
+            exchange.arrive()
+            next_order, _ = ring.next_row(order, number)
+            begun = begin_early(r + 1, next_order, following)
+            exchange.wait()
+            sums = exchange.values(_ADD, _Parts.TOTALS + part, 2)
+            samples = exchange.values(_MAX, _Parts.SAMPLES + part, 2)
+            within = (sums[0] < _f32(HIGHEST_SUM)) & (sums[1] < _f32(HIGHEST_SUM))
+            again = is_kept(row) & jnp.logical_not(within)
+            pl.when(again)(lambda: from_maxima(order, row))
+            release_sample(r + 3)
+            found = [
+                jnp.where(again, smem["again"][group, i], x)
+                for i, x in enumerate((*references, *sums))
+            ]
+            after = tuple(reference_of(x) for x in samples)
+            return number, tuple(found[:2]), found[2:], after, begun
 
-    outputs = _call(body, statistics.value, out_type, blocks, scratch, list(named.values()))
+        def release_sample(r: Any) -> None:
+            """Gives the place of the sample free for that of row ``r``, if there is one."""
+            pl.when(r < rows)(lambda: plgpu.barrier_arrive(smem["sample_empty"].at[0]))
+
+        def differences_part(r: Any) -> Any:
+            return _Parts.DIFFERENCES + 3 * lax.rem(r, _i32(2))
+
+        def of_row(r: Any, carry: Any) -> Any:
+            """All of a row; gives on the ring, the next row's references and this row's factors."""
+            order, number, references, following, begun, factors_before = carry
+            row = row_of(r)
+            number, references, sums, after, begun = statistics_of(
+                r, order, number, references, following, begun
+            )
+            if alone:
+                for i, name in enumerate("st"):
+                    pl.when(group == i)(
+                        lambda i=i, name=name: write_row(name, row, references[i], sums[i])
+                    )
+                return *ring.next_row(order, number), following, after, begun, factors_before
+            factors = tuple(_divide(_f32(1), x) for x in sums)
+            # Each of three warpgroups writes something else.
+            for i, name in enumerate("st"):
+                pl.when(group == i)(
+                    lambda i=i, name=name: write_row(name, row, references[i], factors[i])
+                )
+            pl.when((group == 2) & (r > 0))(
+                lambda: write_differences(r - 1, differences_part(r - 1), *factors_before)
+            )
+            number, *sums_of_differences = differences_of(
+                row, order, ring.back(number), references, factors
+            )
+            deposit_differences(differences_part(r), sums_of_differences)
+            return *ring.next_row(order, number), following, after, begun, factors
+
+        def of_given_row(r: Any, carry: Any) -> Any:
+            order, number = carry
+            row = row_of(r)
+            s_reference, s_factor, t_reference, t_factor = (
+                in_gmem["given"][i, row] for i in range(4)
+            )
+            factors = (s_factor, t_factor)
+            number, *sums_of_differences = differences_of(
+                row, order, number, (s_reference, t_reference), factors
+            )
+            deposit_differences(differences_part(r), sums_of_differences)
+            exchange.meet()
+            pl.when(group == 2)(lambda: write_differences(r, differences_part(r), *factors))
+            return ring.next_row(order, number)
+
+        def consume() -> None:
+            if given is not None:
+                lax.fori_loop(_i32(0), rows, of_given_row, ring.start())
+                return
+            references = []
+            for r in range(2):
+                deposit_sample(_i32(r), _Parts.SAMPLES + 2 * r)
+                exchange.meet()
+                release_sample(_i32(r + 1))
+                samples = exchange.values(_MAX, _Parts.SAMPLES + 2 * r, 2)
+                references.append(tuple(reference_of(x) for x in samples))
+            begun = begin_early(_i32(0), ring.start()[0], references[0])
+            start = (*ring.start(), *references, begun, (_f32(1), _f32(1)))
+            *_, factors = lax.fori_loop(_i32(0), rows, of_row, start)
+            if computed:
+                exchange.meet()
+                last = rows - 1
+                pl.when(group == 2)(
+                    lambda: write_differences(last, differences_part(last), *factors)
+                )
+
+        pl.when(group < GROUPS)(consume)
+        pl.when(group == GROUPS)(produce)
+
+    inputs = list(named.values())
+    outputs = _call(body, statistics.value, out_type, blocks, scratch, inputs, groups=GROUPS + 1)
     return dict(zip(out_type, outputs, strict=True))
 
 
@@ -618,7 +837,7 @@ def _call(
     blocks: int,
     scratch: Any,
     inputs: Sequence[Any],
-    groups: int = GROUPS,
+    groups: int,
 ) -> Any:
     # The barrier keeps a slice apart that XLA would fuse into the call, see pallas_kernels._call.
     inputs = [x if x.size == 1 else lax.optimization_barrier(x) for x in inputs]
@@ -710,7 +929,7 @@ def logits_backward(
     ) -> Any:
         x = _exponent(row_tiles.logits(smem["x"], tile, k, True), scale, of["reference"])
         exponential = jnp.exp2(x)
-        code = (codes >> (2 * (SUB_TILES - 1 - k))) & 3
+        code = (codes >> (2 * k)) & 3
         plus, minus, tie = (_splat(of[name]) for name in ("plus", "minus", "tie"))
         dx = _product(exponential, jnp.where(code >= 2, minus, jnp.where(code == 1, tie, plus)))
         if "kl_upstream" in gmem:

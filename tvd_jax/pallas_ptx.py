@@ -221,12 +221,6 @@ def _one_output(i: int, dtype: np.dtype, sign: int, value_at: str) -> list[str]:
 
 
 _COMBINE = {"add": "add.rn.f32", "max": "max.f32"}
-ALL_THREADS_BARRIER = 15  # Mosaic takes those from 1 on, one a warpgroup
-
-
-def sync_threads(threads: int) -> None:
-    """A barrier for all threads of a block, after which they see what all wrote before."""
-    _run(f"bar.sync {ALL_THREADS_BARRIER}, {threads};", [], [])
 
 
 def reduce_warps(op: str, x: Any, out_smem: Any) -> None:

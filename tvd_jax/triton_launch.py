@@ -300,6 +300,7 @@ def _logits_forward(
         ALIGNED=True,
         COLD=base_2_scale(temperature) > config.LOGITS_COLD_SCALE,
         STATISTICS=getattr(logits_kernels, statistics).value,
+        AHEAD=launch.ahead,
     )
     return *results, kl if want_kl else None, codes_out if keep_codes else None
 

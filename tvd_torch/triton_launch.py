@@ -385,6 +385,7 @@ def logits_forward(
             ALIGNED=vocab % 16 == 0,
             COLD=base_2_scale(temperature) > config.LOGITS_COLD_SCALE,
             STATISTICS=getattr(logits_kernels, statistics).value,
+            AHEAD=launch.ahead,
             num_warps=launch.warps,
             options=(("maxnreg", launch.registers), *_NO_CONTRACTION),
         )
