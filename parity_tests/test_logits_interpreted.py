@@ -13,6 +13,8 @@ from parity_tests import child, routes
 
 CODE = """
 import numpy as np
+from tvd_core import config
+from tvd_jax import compat
 from parity_tests import logits_oracle, routes, vmapped_shards
 from parity_tests.logits_budget import logits
 route = {route}
@@ -44,6 +46,25 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="needs Pallas's interp
 )
 def test_logits_in_pallas_interpreter(tokens: int, vocab: int, wrt: str, change: str) -> None:
     check('routes.get("jax-pallas")', tokens=tokens, vocab=vocab, wrt=wrt, change=change)
+
+
+# One block, so that slots are given free and filled again: rows of three units.
+ONE_BLOCK = "compat.sm_count = lambda: 1; s[1, :2000] = -np.inf; t[1, 9] = 300; "
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # The ring holds a row and the first tile of the next, which is begun early.
+        ONE_BLOCK,
+        # It holds two units of the three; the other goes through it twice.
+        ONE_BLOCK + "config.logits_pallas_slots = lambda *_: 2",
+    ],
+    ids=["resident", "ring-shorter-than-a-row"],
+)
+def test_logits_of_several_rows_in_pallas_interpreter(change: str) -> None:
+    """The second row is summed again from its maximum."""
+    check('routes.get("jax-pallas")', tokens=4, vocab=8200, wrt="p", change=change)
 
 
 def test_logits_shards_in_pallas_interpreter() -> None:

@@ -521,14 +521,16 @@ def _forward(
             exchange.deposit(_MAX, part, [jnp.where(inside, x, nothing) for x in samples])
 
         def add_exponentials(
-            at: Any, tile: Any, h: int, masked: bool, s_reference: Any, t_reference: Any, c: Any
-        ) -> list[Any]:
-            totals = list(c)
+            at: Any, tile: Any, h: int, masked: bool, references: Any, totals: Any
+        ) -> tuple[Any, ...]:
             for k in range(h * unit, (h + 1) * unit):
-                for i, reference in enumerate((s_reference, t_reference)):
-                    x = row_tiles.logits(at[i], tile, k, masked)
-                    totals[i] = totals[i] + jnp.exp2(_exponent(x, scale, reference))
+                pair = [row_tiles.logits(at[i], tile, k, masked) for i in range(2)]
+                totals = add_exponentials_of(pair, references, totals)
             return totals
+
+        def add_exponentials_of(pair: Any, references: Any, totals: Any) -> tuple[Any, ...]:
+            of = zip(totals, pair, references, strict=True)
+            return tuple(total + jnp.exp2(_exponent(x, scale, r)) for total, x, r in of)
 
         zero = _splat(_f32(0))
 
@@ -540,7 +542,7 @@ def _forward(
                 for h in range(tile_units):
                     s = ring.slot(order, number)
                     plgpu.barrier_wait(slot(s)[2])
-                    totals = add_exponentials(slot(s), tile, h, masked, *references, totals)
+                    totals = add_exponentials(slot(s), tile, h, masked, references, totals)
                     if ring.held < units:
                         held = tile * row_tiles.in_tile + h >= units - ring.held
                         pl.when(jnp.logical_not(held))(lambda s=s: release(s))
@@ -555,12 +557,12 @@ def _forward(
             """The sums over the first tile of row ``r``, if there is one."""
             if not begun_early:
                 return zero, zero
-            totals = [zero, zero]
+            totals = (zero, zero)
             for h in range(row_tiles.in_tile):
                 s = ring.slot(order, _i32(h))
                 pl.when(r < rows)(lambda s=s: plgpu.barrier_wait(slot(s)[2]))
-                totals = add_exponentials(slot(s), _i32(0), h, False, *references, totals)
-            return tuple(totals)
+                totals = add_exponentials(slot(s), _i32(0), h, False, references, totals)
+            return totals
 
         def release(s: Any) -> None:
             # Each thread's arrival comes after its own reads, so that nothing has to be committed.
@@ -603,8 +605,7 @@ def _forward(
                 return tuple(jnp.maximum(h, x) for h, x in zip(highest, pair, strict=True))
 
             def sums_again(pair: Any, totals: Any) -> Any:
-                of = zip(totals, pair, references, strict=True)
-                return tuple(total + jnp.exp2(_exponent(x, scale, r)) for total, x, r in of)
+                return add_exponentials_of(pair, references, totals)
 
             lowest = _splat(_f32(-jnp.inf))
             highest = over_sub_tiles(order, row, maximum, (lowest, lowest))
