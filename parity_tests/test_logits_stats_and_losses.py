@@ -283,6 +283,24 @@ def test_logits_cross_entropy_is_torchs(logits_route: Route, dtype: str) -> None
     assert not result.dq.any()
 
 
+def test_logits_cross_entropy_of_sure_tokens_is_not_negative(logits_route: Route) -> None:
+    """Log-sum-exp minus logit is, by rounding, in every second row here."""
+    s, t = logits(64, 40, seed=3)
+    s, t = np.float32(s), np.float32(t)
+    labels = np.argmax(s, 1).astype(np.int32)
+    s[np.arange(64), labels] += 30 + np.linspace(0, 60, 64, dtype=np.float32)
+    options = {"function": "cross_entropy_tvd_loss", "reduction": "per_token", "tvd_weight": 0}
+    result = logits_route.run(s, t, labels, temperature=0.7, wrt="p", **options)
+    loss, gradient = np.asarray(result.loss), np.asarray(result.dp)
+    assert (loss >= 0).all() and (loss < 2e-5).all()
+    # As where the loss is above 0: of the label, which is p - 1 = -(the others' sum), over T.
+    at_label = gradient[np.arange(64), labels]
+    assert (np.abs(at_label) < 2e-6).all()
+    # A label whose logit is -inf costs all there is; that is not a number below 0.
+    s[0, labels[0]] = -np.inf
+    assert np.asarray(logits_route.run(s, t, labels, **options).loss)[0] == np.inf
+
+
 def test_logits_cross_entropy_of_a_label_outside_is_nan(logits_route: Route) -> None:
     s, t = logits(3, VOCAB)
     labels = np.array([VOCAB, -1, 3], np.int32)
