@@ -316,6 +316,482 @@ class _Ring:
         return order, _i32(0)
 
 
+class _Plan:
+    """The sizes of a forward call."""
+
+    def __init__(
+        self,
+        student: jax.Array,
+        teacher: jax.Array,
+        vocab: int,
+        temperature: float,
+        want_kl: bool,
+        keep_codes: bool,
+        statistics: _Statistics,
+    ) -> None:
+        self.tokens, self.vocab = student.shape[0], vocab
+        self.scale = base_2_scale(temperature)
+        self.unit_of_reference = config.logits_reference_unit(self.scale)
+        self.want_kl, self.keep_codes = want_kl, keep_codes
+        self.wanted = [True, keep_codes, want_kl]  # of what the differences add up to
+        self.computed = statistics is _Statistics.COMPUTED
+        self.alone = statistics is _Statistics.ALONE
+        self.blocks = min(self.tokens, compat.sm_count())  # one takes an SM's shared memory whole
+        self.dtypes = {"s": student.dtype, "t": teacher.dtype}
+        pair_bytes = student.dtype.itemsize + teacher.dtype.itemsize
+        self.unit = SUB_TILES if pair_bytes <= 4 else SUB_TILES // 2
+        self.elements = self.unit * LOGITS_LANES
+        self.units = -(-vocab // self.elements)
+        self.sampled = min(LOGITS_LANES, student.shape[1])
+        fit = config.logits_pallas_slots(self.elements * pair_bytes, LOGITS_LANES * pair_bytes)
+        self.slots = min(fit, self.units + 4)
+        self.ring = _Ring(
+            self.units,
+            self.slots,
+            forward=statistics is not _Statistics.GIVEN,
+            backward=not self.alone,
+        )
+        ahead = self.slots - self.units >= SUB_TILES // self.unit
+        # Whether the first tile of the next row is there before the sums of a row are known.
+        self.begun_early = self.computed and vocab >= LOGITS_TILE and ahead
+
+    def scratch(self) -> dict[str, Any]:
+        exchange, exchange_barrier = _Exchange.scratch(parts=_Parts.COUNT)
+        slots = (self.slots, self.elements)
+        scratch = {name: plgpu.SMEM(slots, dtype) for name, dtype in self.dtypes.items()}
+        scratch |= {
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=self.slots),
+            "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=self.slots),
+            "exchange": exchange,
+            "exchange_barrier": exchange_barrier,
+        }
+        if not self.ring.forward:
+            return scratch
+        sample = {
+            f"{name}_sample": plgpu.SMEM((LOGITS_LANES,), dtype)
+            for name, dtype in self.dtypes.items()
+        }
+        barriers = {
+            "sample_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+            "sample_empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=1),
+            "again_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+        }
+        return scratch | sample | barriers | {"again": plgpu.SMEM((GROUPS, 4), jnp.float32)}
+
+
+class _Block:
+    """What the warpgroups of a block share; row ``r`` of the block is ``row_of(r)`` of all."""
+
+    def __init__(
+        self, plan: _Plan, in_gmem: Any, gmem: Any, smem: Any, block: Any, group: Any
+    ) -> None:
+        self.plan, self.in_gmem, self.gmem, self.smem = plan, in_gmem, gmem, smem
+        self.ring = plan.ring
+        self.block, self.group = block, group
+        self.row_tiles = _Rows(plan.vocab, self.group, plan.unit)
+        self.rows = lax.div(
+            _i32(plan.tokens) - self.block + _i32(plan.blocks - 1), _i32(plan.blocks)
+        )
+
+    def row_of(self, r: Any) -> Any:
+        return self.block + r * self.plan.blocks
+
+    def slot(self, s: Any) -> tuple[Any, Any, Any]:
+        return self.smem["s"].at[s], self.smem["t"].at[s], self.smem["full"].at[s]
+
+    def copy_sub_tile(self, row: Any, start: Any, size: int, barrier: Any) -> None:
+        """Both rows' elements from ``start`` on into the place of the sample."""
+        for name in "st":
+            plgpu.copy_gmem_to_smem(
+                self.in_gmem[name].at[row, pl.ds(start, size)],
+                self.smem[f"{name}_sample"].at[pl.ds(0, size)],
+                barrier,
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+
+class _Copies(_Block):
+    """The warpgroup that starts the copies, each when its slot has been given free."""
+
+    def fetch(self, copy: Any, s: Any) -> None:
+        r = lax.div(copy, _i32(self.ring.copies))
+        unit_number = self.ring.unit(copy - r * self.ring.copies)
+        s_smem, t_smem, barrier = self.slot(s)
+        self.row_tiles.fetch(self.in_gmem["s"], s_smem, self.row_of(r), unit_number, barrier)
+        self.row_tiles.fetch(self.in_gmem["t"], t_smem, self.row_of(r), unit_number, barrier)
+
+    def refill(self, order: Any, number: Any, copy: Any) -> Any:
+        s = self.ring.slot(order, number)
+        plgpu.barrier_wait(self.smem["empty"].at[s])
+        pl.when(copy < self.rows * self.ring.copies)(lambda: self.fetch(copy, s))
+        return copy + 1
+
+    def fetch_sample(self, r: Any) -> None:
+        @pl.when(r < self.rows)
+        def _() -> None:
+            pl.when(r > 0)(lambda: plgpu.barrier_wait(self.smem["sample_empty"].at[0]))
+            self.copy_sub_tile(self.row_of(r), 0, self.plan.sampled, self.smem["sample_full"].at[0])
+
+    def of_row(self, r: Any, carry: Any) -> Any:
+        order, number, copy = carry
+
+        def forward(_: Any, c: Any) -> Any:
+            number, copy = c
+            return self.ring.next(number), self.refill(order, number, copy)
+
+        def back(_: Any, c: Any) -> Any:
+            number, copy = c
+            return self.ring.back(number), self.refill(order, number, copy)
+
+        if self.ring.forward:
+            let_go = self.plan.units - self.ring.held
+            number, copy = lax.fori_loop(_i32(0), _i32(let_go), forward, (number, copy))
+            self.fetch_sample(r + 3)
+        if self.ring.backward:
+            if self.ring.forward:
+                number = _i32((self.plan.units - 1) % self.plan.slots)
+            number, copy = lax.fori_loop(_i32(0), _i32(self.plan.units), back, (number, copy))
+        return *self.ring.next_row(order, number), copy
+
+    def produce(self) -> None:
+        """Starts all copies, each when the slot that it goes to has been given free."""
+        if self.ring.forward:
+            self.fetch_sample(_i32(0))
+        for i in range(self.plan.slots):
+            pl.when(i < self.rows * self.ring.copies)(lambda i=i: self.fetch(_i32(i), _i32(i)))
+        if self.ring.forward:
+            self.fetch_sample(_i32(1))
+            self.fetch_sample(_i32(2))
+        lax.fori_loop(_i32(0), self.rows, self.of_row, (*self.ring.start(), _i32(self.plan.slots)))
+
+
+class _Forward(_Block):
+    """The warpgroups that compute. A state of the ring is the order of its slots and a number."""
+
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        barrier = self.smem["exchange_barrier"]
+        self.exchange = _Exchange(self.smem["exchange"], barrier, self.group)
+        self.zero = _splat(_f32(0))
+
+    def is_kept(self, row: Any) -> Any:
+        if "weights" not in self.in_gmem:
+            return jnp.bool_(True)
+        return self.in_gmem["weights"][row] != 0
+
+    def reference_of(self, highest: Any) -> Any:
+        return lax.max(highest * _f32(self.plan.scale / self.plan.unit_of_reference), _f32(LOWEST))
+
+    def deposit_sample(self, r: Any, part: Any) -> None:
+        """The maxima that the exponents of row ``r``, if there is one, are relative to."""
+        pl.when(r < self.rows)(lambda: plgpu.barrier_wait(self.smem["sample_full"].at[0]))
+        inside = _lanes() + self.group * LANES < min(self.plan.vocab, SAMPLE)
+        nothing = _splat(_f32(-jnp.inf))
+        here = pl.ds(self.group * LANES, LANES)
+        samples = [_widened(_vector(self.smem[f"{name}_sample"][here])) for name in "st"]
+        self.exchange.deposit(_MAX, part, [jnp.where(inside, x, nothing) for x in samples])
+
+    def add_exponentials(
+        self, at: Any, tile: Any, h: int, masked: bool, references: Any, totals: Any
+    ) -> tuple[Any, ...]:
+        for k in range(h * self.plan.unit, (h + 1) * self.plan.unit):
+            pair = [self.row_tiles.logits(at[i], tile, k, masked) for i in range(2)]
+            totals = self.add_exponentials_of(pair, references, totals)
+        return totals
+
+    def add_exponentials_of(self, pair: Any, references: Any, totals: Any) -> tuple[Any, ...]:
+        of = zip(totals, pair, references, strict=True)
+        return tuple(total + jnp.exp2(_exponent(x, self.plan.scale, r)) for total, x, r in of)
+
+    def sums_of(self, order: Any, number: Any, references: Any, begun: Any) -> tuple[Any, ...]:
+        """Where the ring is then, and the lanes of both rows' sums of exponentials."""
+
+        def sums(tile: Any, tile_units: int, carry: Any, masked: bool) -> Any:
+            number, *totals = carry
+            for h in range(tile_units):
+                s = self.ring.slot(order, number)
+                plgpu.barrier_wait(self.slot(s)[2])
+                totals = self.add_exponentials(self.slot(s), tile, h, masked, references, totals)
+                if self.ring.held < self.plan.units:
+                    held = tile * self.row_tiles.in_tile + h >= self.plan.units - self.ring.held
+                    pl.when(jnp.logical_not(held))(lambda s=s: self.release(s))
+                number = self.ring.next(number)
+            return (number, *totals)
+
+        if self.plan.begun_early:
+            number = _i32(self.row_tiles.in_tile % self.plan.slots)
+        return self.row_tiles.over_tiles(sums, (number, *begun), first=int(self.plan.begun_early))
+
+    def begin_early(self, r: Any, order: Any, references: Any) -> tuple[Any, ...]:
+        """The sums over the first tile of row ``r``, if there is one."""
+        if not self.plan.begun_early:
+            return self.zero, self.zero
+        totals = (self.zero, self.zero)
+        for h in range(self.row_tiles.in_tile):
+            s = self.ring.slot(order, _i32(h))
+            pl.when(r < self.rows)(lambda s=s: plgpu.barrier_wait(self.slot(s)[2]))
+            totals = self.add_exponentials(self.slot(s), _i32(0), h, False, references, totals)
+        return totals
+
+    def release(self, s: Any) -> None:
+        # Each thread's arrival comes after its own reads, so that nothing has to be committed.
+        plgpu.barrier_arrive(self.smem["empty"].at[s])
+
+    def over_sub_tiles(self, order: Any, row: Any, step: Any, carry: Any) -> Any:
+        """``step(logits of both, carry)``; from the ring if it holds the row, else from L2."""
+        whole = self.plan.vocab // LOGITS_LANES
+
+        def sub_tile(number: Any, size: int, carry: Any) -> Any:
+            if self.ring.held == self.plan.units:
+                s = self.ring.slot(order, lax.div(number, _i32(self.plan.unit)))
+                at = pl.ds(
+                    (lax.rem(number, _i32(self.plan.unit)) * GROUPS + self.group) * LANES, LANES
+                )
+                pair = [self.smem[name][s, at] for name in "st"]
+            else:
+                full = self.smem["again_full"].at[0]
+                start = number * LOGITS_LANES
+                pl.when(self.group == 0)(lambda: self.copy_sub_tile(row, start, size, full))
+                plgpu.barrier_wait(full)
+                pair = [
+                    self.smem[f"{name}_sample"][pl.ds(self.group * LANES, LANES)] for name in "st"
+                ]
+            pair = [_widened(_vector(x)) for x in pair]
+            if size < LOGITS_LANES:
+                inside = _lanes() < self.plan.vocab - whole * LOGITS_LANES - self.group * LANES
+                pair = [jnp.where(inside, x, _splat(_f32(-jnp.inf))) for x in pair]
+            carry = step(pair, carry)
+            if self.ring.held < self.plan.units:
+                self.exchange.meet()  # all have read
+            return carry
+
+        carry = lax.fori_loop(
+            _i32(0), _i32(whole), lambda i, c: sub_tile(i, LOGITS_LANES, c), carry
+        )
+        rest = self.in_gmem["s"].shape[1] - whole * LOGITS_LANES
+        return sub_tile(_i32(whole), rest, carry) if rest else carry
+
+    def from_maxima(self, order: Any, row: Any) -> None:
+        """Once more: the maximum of the sample was far below the row's, or there is a NaN."""
+
+        def maximum(pair: Any, highest: Any) -> Any:
+            return tuple(jnp.maximum(h, x) for h, x in zip(highest, pair, strict=True))
+
+        def sums_again(pair: Any, totals: Any) -> Any:
+            return self.add_exponentials_of(pair, references, totals)
+
+        lowest = _splat(_f32(-jnp.inf))
+        highest = self.over_sub_tiles(order, row, maximum, (lowest, lowest))
+        references = [self.reference_of(x) for x in self.exchange(_MAX, _Parts.AGAIN, highest)]
+        totals = self.over_sub_tiles(order, row, sums_again, (self.zero, self.zero))
+        # In memory, because a branch of the interpreter that returns values may deadlock.
+        for i, value in enumerate((*references, *self.exchange(_ADD, _Parts.AGAIN + 2, totals))):
+            self.smem["again"][self.group, i] = value
+        plgpu.commit_smem()
+
+    def differences_of(
+        self, row: Any, order: Any, number: Any, references: Any, factors: Any
+    ) -> tuple[Any, ...]:
+        """Where the ring is then, and the lanes of the sums over a row.
+
+        These are of ``|p - q|``, ``(1 - sign(p - q)) / 2 * p / s_factor``, ``q * log2(q / p)``.
+        """
+        (s_reference, t_reference), (s_factor, t_factor) = references, factors
+
+        def differences(tile: Any, tile_units: int, carry: Any, masked: bool) -> Any:
+            number, *sums = carry
+            # As of ties, where there are no sub-tiles; ``_difference_tile`` says what they are.
+            codes = 2.0**14
+            for _ in range(SUB_TILES - tile_units * self.plan.unit):
+                codes = 4 * codes + 0.5
+            codes = _splat(_f32(codes))
+            for h in reversed(range(tile_units)):
+                s = self.ring.slot(order, number)
+                if self.ring.held < self.plan.units:
+                    held = tile * self.row_tiles.in_tile + h >= self.plan.units - self.ring.held
+                    pl.when(jnp.logical_not(held))(lambda s=s: plgpu.barrier_wait(self.slot(s)[2]))
+                sums, codes = add_differences(self.slot(s), tile, h, masked, sums, codes)
+                self.release(s)
+                number = self.ring.back(number)
+            if self.plan.keep_codes:
+                at = (tile * GROUPS + self.group) * LANES
+                _store_codes(self.gmem["codes"], row, at, codes)
+            return (number, *sums)
+
+        def add_differences(
+            at: Any, tile: Any, h: int, masked: bool, carry: Any, codes: Any
+        ) -> Any:
+            distance, below, divergence = carry
+            for k in reversed(range(h * self.plan.unit, (h + 1) * self.plan.unit)):
+                s_x = _exponent(
+                    self.row_tiles.logits(at[0], tile, k, masked), self.plan.scale, s_reference
+                )
+                t_x = _exponent(
+                    self.row_tiles.logits(at[1], tile, k, masked), self.plan.scale, t_reference
+                )
+                exponential = jnp.exp2(s_x)
+                q = _product(jnp.exp2(t_x), t_factor)
+                d = _product(exponential, s_factor) - q
+                distance = distance + jnp.abs(d)
+                if self.plan.keep_codes:
+                    below, codes = _add_below(d, exponential, below, codes)
+                if self.plan.want_kl:
+                    term = q * (t_x - s_x)
+                    divergence = divergence + jnp.where(q == 0, jnp.zeros_like(q), term)
+            return (distance, below, divergence), codes
+
+        return self.row_tiles.back_over_tiles(
+            differences, (number, self.zero, self.zero, self.zero)
+        )
+
+    def write(self, name: str, at: tuple[Any, ...], value: Any) -> None:
+        """Without the warpgroup's barriers of a store: the others wait in the next row."""
+        if compat.interpreting():
+            self.gmem[name][at] = value
+        else:
+            pallas_ptx.store_scalar(self.gmem[name].at[at], value)
+
+    def write_row(self, name: str, row: Any, reference: Any, last: Any) -> None:
+        """``last`` is the factor, or the sum if that is what the kernel computes."""
+        kept = self.is_kept(row)
+        self.write(f"{name}_rows", (0, row), jnp.where(kept, reference, _f32(0)))
+        self.write(f"{name}_rows", (1, row), jnp.where(kept, last, _f32(1)))
+        if self.plan.computed:
+            lse = (reference * _f32(self.plan.unit_of_reference) - _log2(last)) * _f32(LN2)
+            self.write(f"{name}_lse", (row,), jnp.where(kept, lse, _f32(0)))
+
+    def deposit_differences(self, part: Any, sums: Sequence[Any]) -> None:
+        self.exchange.deposit(
+            _ADD, part, [x for x, w in zip(sums, self.plan.wanted, strict=True) if w]
+        )
+
+    def write_differences(self, r: Any, part: Any, s_factor: Any, t_factor: Any) -> None:
+        row = self.row_of(r)
+        kept = self.is_kept(row)
+        sums = self.exchange.values(_ADD, part, sum(self.plan.wanted))
+        distance = jnp.where(kept, sums.pop(0) * _f32(0.5), _f32(0))
+        self.write("tvd", (row,), distance)
+        if self.plan.keep_codes:
+            below = jnp.where(kept, sums.pop(0) * (_f32(2) * s_factor), _f32(1))
+            if self.plan.computed:  # 1 if all are ties, for gradients of 0
+                below = jnp.where(distance == 0, _f32(1), below)
+            below = below + distance * _f32(0)  # NaN where that is: no comparison was true
+            if self.plan.computed:
+                self.write("s_rows", (2, row), below)
+                self.write("t_rows", (2, row), below + _f32(2) * distance)
+            else:
+                self.write("below", (row,), below)
+        if self.plan.want_kl:
+            divergence = sums.pop(0)
+            if self.plan.computed:
+                divergence = divergence + (_log2(t_factor) - _log2(s_factor))
+            self.write("kl", (row,), jnp.where(kept, divergence * _f32(LN2), _f32(0)))
+
+    def statistics_of(
+        self, r: Any, order: Any, number: Any, references: Any, following: Any, begun: Any
+    ) -> tuple[Any, ...]:
+        """Where the ring is then, references and sums of a row, and for the rows after it.
+
+        That is the references of the row after the next and what the sums of the next begin
+        with, which fills the time until all have met. The sums of the differences of the row
+        before are there to be read after it.
+        """
+        row = self.row_of(r)
+        number, *totals = self.sums_of(order, number, references, begun)
+        part = 2 * lax.rem(r, _i32(2))
+        self.deposit_sample(r + 2, _Parts.SAMPLES + part)
+        self.exchange.deposit(_ADD, _Parts.TOTALS + part, totals)
+        self.exchange.arrive()
+        next_order, _ = self.ring.next_row(order, number)
+        begun = self.begin_early(r + 1, next_order, following)
+        self.exchange.wait()
+        sums = self.exchange.values(_ADD, _Parts.TOTALS + part, 2)
+        samples = self.exchange.values(_MAX, _Parts.SAMPLES + part, 2)
+        within = (sums[0] < _f32(HIGHEST_SUM)) & (sums[1] < _f32(HIGHEST_SUM))
+        again = self.is_kept(row) & jnp.logical_not(within)
+        pl.when(again)(lambda: self.from_maxima(order, row))
+        self.release_sample(r + 3)
+        found = [
+            jnp.where(again, self.smem["again"][self.group, i], x)
+            for i, x in enumerate((*references, *sums))
+        ]
+        after = tuple(self.reference_of(x) for x in samples)
+        return number, tuple(found[:2]), found[2:], after, begun
+
+    def release_sample(self, r: Any) -> None:
+        """Gives the place of the sample free for that of row ``r``, if there is one."""
+        pl.when(r < self.rows)(lambda: plgpu.barrier_arrive(self.smem["sample_empty"].at[0]))
+
+    def differences_part(self, r: Any) -> Any:
+        return _Parts.DIFFERENCES + 3 * lax.rem(r, _i32(2))
+
+    def of_row(self, r: Any, carry: Any) -> Any:
+        """All of a row; gives on the ring, the next row's references and this row's factors."""
+        order, number, references, following, begun, factors_before = carry
+        row = self.row_of(r)
+        number, references, sums, after, begun = self.statistics_of(
+            r, order, number, references, following, begun
+        )
+        if self.plan.alone:
+            for i, name in enumerate("st"):
+                pl.when(self.group == i)(
+                    lambda i=i, name=name: self.write_row(name, row, references[i], sums[i])
+                )
+            return *self.ring.next_row(order, number), following, after, begun, factors_before
+        factors = tuple(_divide(_f32(1), x) for x in sums)
+        # Each of three warpgroups writes something else.
+        for i, name in enumerate("st"):
+            pl.when(self.group == i)(
+                lambda i=i, name=name: self.write_row(name, row, references[i], factors[i])
+            )
+        pl.when((self.group == 2) & (r > 0))(
+            lambda: self.write_differences(r - 1, self.differences_part(r - 1), *factors_before)
+        )
+        number, *sums_of_differences = self.differences_of(
+            row, order, self.ring.back(number), references, factors
+        )
+        self.deposit_differences(self.differences_part(r), sums_of_differences)
+        return *self.ring.next_row(order, number), following, after, begun, factors
+
+    def of_given_row(self, r: Any, carry: Any) -> Any:
+        order, number = carry
+        row = self.row_of(r)
+        s_reference, s_factor, t_reference, t_factor = (
+            self.in_gmem["given"][i, row] for i in range(4)
+        )
+        factors = (s_factor, t_factor)
+        number, *sums_of_differences = self.differences_of(
+            row, order, number, (s_reference, t_reference), factors
+        )
+        self.deposit_differences(self.differences_part(r), sums_of_differences)
+        self.exchange.meet()
+        pl.when(self.group == 2)(
+            lambda: self.write_differences(r, self.differences_part(r), *factors)
+        )
+        return self.ring.next_row(order, number)
+
+    def consume(self) -> None:
+        if "given" in self.in_gmem:
+            lax.fori_loop(_i32(0), self.rows, self.of_given_row, self.ring.start())
+            return
+        references = []
+        for r in range(2):
+            self.deposit_sample(_i32(r), _Parts.SAMPLES + 2 * r)
+            self.exchange.meet()
+            self.release_sample(_i32(r + 1))
+            samples = self.exchange.values(_MAX, _Parts.SAMPLES + 2 * r, 2)
+            references.append(tuple(self.reference_of(x) for x in samples))
+        begun = self.begin_early(_i32(0), self.ring.start()[0], references[0])
+        start = (*self.ring.start(), *references, begun, (_f32(1), _f32(1)))
+        *_, factors = lax.fori_loop(_i32(0), self.rows, self.of_row, start)
+        if self.plan.computed:
+            self.exchange.meet()
+            last = self.rows - 1
+            pl.when(self.group == 2)(
+                lambda: self.write_differences(last, self.differences_part(last), *factors)
+            )
+
+
 def logits_forward(
     student: jax.Array,
     teacher: jax.Array,
@@ -388,44 +864,13 @@ def _forward(
     keep_codes: bool,
     statistics: _Statistics,
 ) -> dict[str, Any]:
-    tokens, vocab = student.shape
+    vocab = student.shape[1]
     student, teacher = _padded(student), _padded(teacher)
-    scale = base_2_scale(temperature)
-    unit_of_reference = config.logits_reference_unit(scale)
-    pair_bytes = student.dtype.itemsize + teacher.dtype.itemsize
-    unit = SUB_TILES if pair_bytes <= 4 else SUB_TILES // 2
-    elements = unit * LOGITS_LANES
-    units = -(-vocab // elements)
-    sampled = min(LOGITS_LANES, student.shape[1])
-    slots = config.logits_pallas_slots(elements * pair_bytes, LOGITS_LANES * pair_bytes)
-    slots = min(slots, units + 4)
-    computed, alone = (statistics is x for x in (_Statistics.COMPUTED, _Statistics.ALONE))
-    ring = _Ring(units, slots, forward=computed or alone, backward=not alone)
-    tile_units = SUB_TILES // unit
-    # Whether the first tile of the next row is there before the sums of a row are known.
-    begun_early = computed and vocab >= LOGITS_TILE and slots - units >= tile_units
-    out_type = _forward_outputs(tokens, vocab, want_kl, keep_codes, statistics)
-    exchange_smem, exchange_barrier = _Exchange.scratch(parts=_Parts.COUNT)
-    scratch = {
-        "s": plgpu.SMEM((slots, elements), student.dtype),
-        "t": plgpu.SMEM((slots, elements), teacher.dtype),
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=slots),
-        "empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=slots),
-        "exchange": exchange_smem,
-        "exchange_barrier": exchange_barrier,
-    }
-    if ring.forward:
-        scratch |= {
-            "s_sample": plgpu.SMEM((LOGITS_LANES,), student.dtype),
-            "t_sample": plgpu.SMEM((LOGITS_LANES,), teacher.dtype),
-            "sample_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
-            "sample_empty": plgpu.Barrier(num_arrivals=GROUPS, num_barriers=1),
-            "again_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
-            "again": plgpu.SMEM((GROUPS, 4), jnp.float32),
-        }
+    plan = _Plan(student, teacher, vocab, temperature, want_kl, keep_codes, statistics)
+    out_type = _forward_outputs(student.shape[0], vocab, want_kl, keep_codes, statistics)
+    scratch = plan.scratch()
     optional = {"weights": row_weights, "given": given}
     named = {"s": student, "t": teacher} | {k: x for k, x in optional.items() if x is not None}
-    blocks = min(tokens, compat.sm_count())  # a block takes an SM's shared memory whole
 
     def body(*refs: Any) -> None:
         in_gmem = dict(zip(named, refs, strict=False))
@@ -433,388 +878,15 @@ def _forward(
         gmem = dict(zip(out_type, rest, strict=False))
         smem = dict(zip(scratch, rest[len(out_type) :], strict=True))
         block, group = lax.axis_index("block"), lax.axis_index("group")
-        exchange = _Exchange(smem["exchange"], smem["exchange_barrier"], group)
-        row_tiles = _Rows(vocab, group, unit)
-        rows = lax.div(_i32(tokens) - block + _i32(blocks - 1), _i32(blocks))
-
-        def row_of(r: Any) -> Any:
-            return block + r * blocks
-
-        def is_kept(row: Any) -> Any:
-            return jnp.bool_(True) if row_weights is None else in_gmem["weights"][row] != 0
-
-        def slot(s: Any) -> tuple[Any, Any, Any]:
-            return smem["s"].at[s], smem["t"].at[s], smem["full"].at[s]
-
-        def copy_sub_tile(row: Any, start: Any, size: int, barrier: Any) -> None:
-            """Both rows' elements from ``start`` on into the place of the sample."""
-            for name in "st":
-                plgpu.copy_gmem_to_smem(
-                    in_gmem[name].at[row, pl.ds(start, size)],
-                    smem[f"{name}_sample"].at[pl.ds(0, size)],
-                    barrier,
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
-
-        def produce() -> None:
-            """Starts all copies, each when the slot that it goes to has been given free."""
-
-            def fetch(copy: Any, s: Any) -> None:
-                r = lax.div(copy, _i32(ring.copies))
-                unit_number = ring.unit(copy - r * ring.copies)
-                s_smem, t_smem, barrier = slot(s)
-                row_tiles.fetch(in_gmem["s"], s_smem, row_of(r), unit_number, barrier)
-                row_tiles.fetch(in_gmem["t"], t_smem, row_of(r), unit_number, barrier)
-
-            def refill(order: Any, number: Any, copy: Any) -> Any:
-                s = ring.slot(order, number)
-                plgpu.barrier_wait(smem["empty"].at[s])
-                pl.when(copy < rows * ring.copies)(lambda: fetch(copy, s))
-                return copy + 1
-
-            def fetch_sample(r: Any) -> None:
-                @pl.when(r < rows)
-                def _() -> None:
-                    pl.when(r > 0)(lambda: plgpu.barrier_wait(smem["sample_empty"].at[0]))
-                    copy_sub_tile(row_of(r), 0, sampled, smem["sample_full"].at[0])
-
-            def of_row(r: Any, carry: Any) -> Any:
-                order, number, copy = carry
-
-                def forward(_: Any, c: Any) -> Any:
-                    number, copy = c
-                    return ring.next(number), refill(order, number, copy)
-
-                def back(_: Any, c: Any) -> Any:
-                    number, copy = c
-                    return ring.back(number), refill(order, number, copy)
-
-                if ring.forward:
-                    let_go = units - ring.held
-                    number, copy = lax.fori_loop(_i32(0), _i32(let_go), forward, (number, copy))
-                    fetch_sample(r + 3)
-                if ring.backward:
-                    if ring.forward:
-                        number = _i32((units - 1) % slots)
-                    number, copy = lax.fori_loop(_i32(0), _i32(units), back, (number, copy))
-                return *ring.next_row(order, number), copy
-
-            if ring.forward:
-                fetch_sample(_i32(0))
-            for i in range(slots):
-                pl.when(i < rows * ring.copies)(lambda i=i: fetch(_i32(i), _i32(i)))
-            if ring.forward:
-                fetch_sample(_i32(1))
-                fetch_sample(_i32(2))
-            lax.fori_loop(_i32(0), rows, of_row, (*ring.start(), _i32(slots)))
-
-        def reference_of(highest: Any) -> Any:
-            return lax.max(highest * _f32(scale / unit_of_reference), _f32(LOWEST))
-
-        def deposit_sample(r: Any, part: Any) -> None:
-            """The maxima that the exponents of row ``r``, if there is one, are relative to."""
-            pl.when(r < rows)(lambda: plgpu.barrier_wait(smem["sample_full"].at[0]))
-            inside = _lanes() + group * LANES < min(vocab, SAMPLE)
-            nothing = _splat(_f32(-jnp.inf))
-            here = pl.ds(group * LANES, LANES)
-            samples = [_widened(_vector(smem[f"{name}_sample"][here])) for name in "st"]
-            exchange.deposit(_MAX, part, [jnp.where(inside, x, nothing) for x in samples])
-
-        def add_exponentials(
-            at: Any, tile: Any, h: int, masked: bool, references: Any, totals: Any
-        ) -> tuple[Any, ...]:
-            for k in range(h * unit, (h + 1) * unit):
-                pair = [row_tiles.logits(at[i], tile, k, masked) for i in range(2)]
-                totals = add_exponentials_of(pair, references, totals)
-            return totals
-
-        def add_exponentials_of(pair: Any, references: Any, totals: Any) -> tuple[Any, ...]:
-            of = zip(totals, pair, references, strict=True)
-            return tuple(total + jnp.exp2(_exponent(x, scale, r)) for total, x, r in of)
-
-        zero = _splat(_f32(0))
-
-        def sums_of(order: Any, number: Any, references: Any, begun: Any) -> tuple[Any, ...]:
-            """Where the ring is then, and the lanes of both rows' sums of exponentials."""
-
-            def sums(tile: Any, tile_units: int, carry: Any, masked: bool) -> Any:
-                number, *totals = carry
-                for h in range(tile_units):
-                    s = ring.slot(order, number)
-                    plgpu.barrier_wait(slot(s)[2])
-                    totals = add_exponentials(slot(s), tile, h, masked, references, totals)
-                    if ring.held < units:
-                        held = tile * row_tiles.in_tile + h >= units - ring.held
-                        pl.when(jnp.logical_not(held))(lambda s=s: release(s))
-                    number = ring.next(number)
-                return (number, *totals)
-
-            if begun_early:
-                number = _i32(row_tiles.in_tile % slots)
-            return row_tiles.over_tiles(sums, (number, *begun), first=int(begun_early))
-
-        def begin_early(r: Any, order: Any, references: Any) -> tuple[Any, ...]:
-            """The sums over the first tile of row ``r``, if there is one."""
-            if not begun_early:
-                return zero, zero
-            totals = (zero, zero)
-            for h in range(row_tiles.in_tile):
-                s = ring.slot(order, _i32(h))
-                pl.when(r < rows)(lambda s=s: plgpu.barrier_wait(slot(s)[2]))
-                totals = add_exponentials(slot(s), _i32(0), h, False, references, totals)
-            return totals
-
-        def release(s: Any) -> None:
-            # Each thread's arrival comes after its own reads, so that nothing has to be committed.
-            plgpu.barrier_arrive(smem["empty"].at[s])
-
-        def over_sub_tiles(order: Any, row: Any, step: Any, carry: Any) -> Any:
-            """``step(logits of both, carry)``; from the ring if it holds the row, else from L2."""
-            whole = vocab // LOGITS_LANES
-
-            def sub_tile(number: Any, size: int, carry: Any) -> Any:
-                if ring.held == units:
-                    s = ring.slot(order, lax.div(number, _i32(unit)))
-                    at = pl.ds((lax.rem(number, _i32(unit)) * GROUPS + group) * LANES, LANES)
-                    pair = [smem[name][s, at] for name in "st"]
-                else:
-                    full = smem["again_full"].at[0]
-                    start = number * LOGITS_LANES
-                    pl.when(group == 0)(lambda: copy_sub_tile(row, start, size, full))
-                    plgpu.barrier_wait(full)
-                    pair = [smem[f"{name}_sample"][pl.ds(group * LANES, LANES)] for name in "st"]
-                pair = [_widened(_vector(x)) for x in pair]
-                if size < LOGITS_LANES:
-                    inside = _lanes() < vocab - whole * LOGITS_LANES - group * LANES
-                    pair = [jnp.where(inside, x, _splat(_f32(-jnp.inf))) for x in pair]
-                carry = step(pair, carry)
-                if ring.held < units:
-                    exchange.meet()  # all have read
-                return carry
-
-            carry = lax.fori_loop(
-                _i32(0), _i32(whole), lambda i, c: sub_tile(i, LOGITS_LANES, c), carry
-            )
-            rest = in_gmem["s"].shape[1] - whole * LOGITS_LANES
-            return sub_tile(_i32(whole), rest, carry) if rest else carry
-
-        def from_maxima(order: Any, row: Any) -> None:
-            """Once more: the maximum of the sample was far below the row's, or there is a NaN."""
-
-            def maximum(pair: Any, highest: Any) -> Any:
-                return tuple(jnp.maximum(h, x) for h, x in zip(highest, pair, strict=True))
-
-            def sums_again(pair: Any, totals: Any) -> Any:
-                return add_exponentials_of(pair, references, totals)
-
-            lowest = _splat(_f32(-jnp.inf))
-            highest = over_sub_tiles(order, row, maximum, (lowest, lowest))
-            references = [reference_of(x) for x in exchange(_MAX, _Parts.AGAIN, highest)]
-            totals = over_sub_tiles(order, row, sums_again, (zero, zero))
-            # In memory, because a branch of the interpreter that returns values may deadlock.
-            for i, value in enumerate((*references, *exchange(_ADD, _Parts.AGAIN + 2, totals))):
-                smem["again"][group, i] = value
-            plgpu.commit_smem()
-
-        def differences_of(
-            row: Any, order: Any, number: Any, references: Any, factors: Any
-        ) -> tuple[Any, ...]:
-            """Where the ring is then, and the lanes of the sums over a row.
-
-            These are of ``|p - q|``, ``(1 - sign(p - q)) / 2 * p / s_factor``, ``q * log2(q / p)``.
-            """
-            (s_reference, t_reference), (s_factor, t_factor) = references, factors
-
-            def differences(tile: Any, tile_units: int, carry: Any, masked: bool) -> Any:
-                number, *sums = carry
-                # As of ties, where there are no sub-tiles; ``_difference_tile`` says what they are.
-                codes = 2.0**14
-                for _ in range(SUB_TILES - tile_units * unit):
-                    codes = 4 * codes + 0.5
-                codes = _splat(_f32(codes))
-                for h in reversed(range(tile_units)):
-                    s = ring.slot(order, number)
-                    if ring.held < units:
-                        held = tile * row_tiles.in_tile + h >= units - ring.held
-                        pl.when(jnp.logical_not(held))(lambda s=s: plgpu.barrier_wait(slot(s)[2]))
-                    sums, codes = add_differences(slot(s), tile, h, masked, sums, codes)
-                    release(s)
-                    number = ring.back(number)
-                if keep_codes:
-                    at = (tile * GROUPS + group) * LANES
-                    _store_codes(gmem["codes"], row, at, codes)
-                return (number, *sums)
-
-            def add_differences(
-                at: Any, tile: Any, h: int, masked: bool, carry: Any, codes: Any
-            ) -> Any:
-                distance, below, divergence = carry
-                for k in reversed(range(h * unit, (h + 1) * unit)):
-                    s_x = _exponent(row_tiles.logits(at[0], tile, k, masked), scale, s_reference)
-                    t_x = _exponent(row_tiles.logits(at[1], tile, k, masked), scale, t_reference)
-                    exponential = jnp.exp2(s_x)
-                    q = _product(jnp.exp2(t_x), t_factor)
-                    d = _product(exponential, s_factor) - q
-                    distance = distance + jnp.abs(d)
-                    if keep_codes:
-                        below, codes = _add_below(d, exponential, below, codes)
-                    if want_kl:
-                        term = q * (t_x - s_x)
-                        divergence = divergence + jnp.where(q == 0, jnp.zeros_like(q), term)
-                return (distance, below, divergence), codes
-
-            return row_tiles.back_over_tiles(differences, (number, zero, zero, zero))
-
-        def write(name: str, at: tuple[Any, ...], value: Any) -> None:
-            """Without the warpgroup's barriers of a store: the others wait in the next row."""
-            if compat.interpreting():
-                gmem[name][at] = value
-            else:
-                pallas_ptx.store_scalar(gmem[name].at[at], value)
-
-        def write_row(name: str, row: Any, reference: Any, last: Any) -> None:
-            """``last`` is the factor, or the sum if that is what the kernel computes."""
-            kept = is_kept(row)
-            write(f"{name}_rows", (0, row), jnp.where(kept, reference, _f32(0)))
-            write(f"{name}_rows", (1, row), jnp.where(kept, last, _f32(1)))
-            if computed:
-                lse = (reference * _f32(unit_of_reference) - _log2(last)) * _f32(LN2)
-                write(f"{name}_lse", (row,), jnp.where(kept, lse, _f32(0)))
-
-        wanted = [True, keep_codes, want_kl]
-
-        def deposit_differences(part: Any, sums: Sequence[Any]) -> None:
-            exchange.deposit(_ADD, part, [x for x, w in zip(sums, wanted, strict=True) if w])
-
-        def write_differences(r: Any, part: Any, s_factor: Any, t_factor: Any) -> None:
-            row = row_of(r)
-            kept = is_kept(row)
-            sums = exchange.values(_ADD, part, sum(wanted))
-            distance = jnp.where(kept, sums.pop(0) * _f32(0.5), _f32(0))
-            write("tvd", (row,), distance)
-            if keep_codes:
-                below = jnp.where(kept, sums.pop(0) * (_f32(2) * s_factor), _f32(1))
-                if computed:  # 1 if all are ties, for gradients of 0
-                    below = jnp.where(distance == 0, _f32(1), below)
-                below = below + distance * _f32(0)  # NaN where that is: no comparison was true
-                if computed:
-                    write("s_rows", (2, row), below)
-                    write("t_rows", (2, row), below + _f32(2) * distance)
-                else:
-                    write("below", (row,), below)
-            if want_kl:
-                divergence = sums.pop(0)
-                if computed:
-                    divergence = divergence + (_log2(t_factor) - _log2(s_factor))
-                write("kl", (row,), jnp.where(kept, divergence * _f32(LN2), _f32(0)))
-
-        def statistics_of(
-            r: Any, order: Any, number: Any, references: Any, following: Any, begun: Any
-        ) -> tuple[Any, ...]:
-            """Where the ring is then, references and sums of a row, and for the rows after it.
-
-            That is the references of the row after the next and what the sums of the next begin
-            with, which fills the time until all have met. The sums of the differences of the row
-            before are there to be read after it.
-            """
-            row = row_of(r)
-            number, *totals = sums_of(order, number, references, begun)
-            part = 2 * lax.rem(r, _i32(2))
-            deposit_sample(r + 2, _Parts.SAMPLES + part)
-            exchange.deposit(_ADD, _Parts.TOTALS + part, totals)
-            exchange.arrive()
-            next_order, _ = ring.next_row(order, number)
-            begun = begin_early(r + 1, next_order, following)
-            exchange.wait()
-            sums = exchange.values(_ADD, _Parts.TOTALS + part, 2)
-            samples = exchange.values(_MAX, _Parts.SAMPLES + part, 2)
-            within = (sums[0] < _f32(HIGHEST_SUM)) & (sums[1] < _f32(HIGHEST_SUM))
-            again = is_kept(row) & jnp.logical_not(within)
-            pl.when(again)(lambda: from_maxima(order, row))
-            release_sample(r + 3)
-            found = [
-                jnp.where(again, smem["again"][group, i], x)
-                for i, x in enumerate((*references, *sums))
-            ]
-            after = tuple(reference_of(x) for x in samples)
-            return number, tuple(found[:2]), found[2:], after, begun
-
-        def release_sample(r: Any) -> None:
-            """Gives the place of the sample free for that of row ``r``, if there is one."""
-            pl.when(r < rows)(lambda: plgpu.barrier_arrive(smem["sample_empty"].at[0]))
-
-        def differences_part(r: Any) -> Any:
-            return _Parts.DIFFERENCES + 3 * lax.rem(r, _i32(2))
-
-        def of_row(r: Any, carry: Any) -> Any:
-            """All of a row; gives on the ring, the next row's references and this row's factors."""
-            order, number, references, following, begun, factors_before = carry
-            row = row_of(r)
-            number, references, sums, after, begun = statistics_of(
-                r, order, number, references, following, begun
-            )
-            if alone:
-                for i, name in enumerate("st"):
-                    pl.when(group == i)(
-                        lambda i=i, name=name: write_row(name, row, references[i], sums[i])
-                    )
-                return *ring.next_row(order, number), following, after, begun, factors_before
-            factors = tuple(_divide(_f32(1), x) for x in sums)
-            # Each of three warpgroups writes something else.
-            for i, name in enumerate("st"):
-                pl.when(group == i)(
-                    lambda i=i, name=name: write_row(name, row, references[i], factors[i])
-                )
-            pl.when((group == 2) & (r > 0))(
-                lambda: write_differences(r - 1, differences_part(r - 1), *factors_before)
-            )
-            number, *sums_of_differences = differences_of(
-                row, order, ring.back(number), references, factors
-            )
-            deposit_differences(differences_part(r), sums_of_differences)
-            return *ring.next_row(order, number), following, after, begun, factors
-
-        def of_given_row(r: Any, carry: Any) -> Any:
-            order, number = carry
-            row = row_of(r)
-            s_reference, s_factor, t_reference, t_factor = (
-                in_gmem["given"][i, row] for i in range(4)
-            )
-            factors = (s_factor, t_factor)
-            number, *sums_of_differences = differences_of(
-                row, order, number, (s_reference, t_reference), factors
-            )
-            deposit_differences(differences_part(r), sums_of_differences)
-            exchange.meet()
-            pl.when(group == 2)(lambda: write_differences(r, differences_part(r), *factors))
-            return ring.next_row(order, number)
-
-        def consume() -> None:
-            if given is not None:
-                lax.fori_loop(_i32(0), rows, of_given_row, ring.start())
-                return
-            references = []
-            for r in range(2):
-                deposit_sample(_i32(r), _Parts.SAMPLES + 2 * r)
-                exchange.meet()
-                release_sample(_i32(r + 1))
-                samples = exchange.values(_MAX, _Parts.SAMPLES + 2 * r, 2)
-                references.append(tuple(reference_of(x) for x in samples))
-            begun = begin_early(_i32(0), ring.start()[0], references[0])
-            start = (*ring.start(), *references, begun, (_f32(1), _f32(1)))
-            *_, factors = lax.fori_loop(_i32(0), rows, of_row, start)
-            if computed:
-                exchange.meet()
-                last = rows - 1
-                pl.when(group == 2)(
-                    lambda: write_differences(last, differences_part(last), *factors)
-                )
-
-        pl.when(group < GROUPS)(consume)
-        pl.when(group == GROUPS)(produce)
+        parts = (plan, in_gmem, gmem, smem, block, group)
+        sums, copies = _Forward(*parts), _Copies(*parts)
+        pl.when(group < GROUPS)(sums.consume)
+        pl.when(group == GROUPS)(copies.produce)
 
     inputs = list(named.values())
-    outputs = _call(body, statistics.value, out_type, blocks, scratch, inputs, groups=GROUPS + 1)
+    outputs = _call(
+        body, statistics.value, out_type, plan.blocks, scratch, inputs, groups=GROUPS + 1
+    )
     return dict(zip(out_type, outputs, strict=True))
 
 
