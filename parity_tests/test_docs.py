@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import io
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +81,31 @@ def test_the_readmes_examples_begin_with_logits() -> None:
     functions = ("tvd_from_logits", "tvd_loss")
     packages = ("tvd_torch", "tvd_jax")
     assert names == [(package, name) for name in functions for package in packages]
+
+
+TABLE_COMMANDS = re.findall(
+    r"python -m bench (table [^`\n]* --readme README\.md[^`\n]*)", (ROOT / "README.md").read_text()
+)
+
+
+@pytest.mark.parametrize("command", TABLE_COMMANDS)
+def test_the_readmes_tables_are_what_its_commands_print(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich", reason="the bench needs the extra `bench`")
+    from bench.__main__ import main
+
+    text = (ROOT / "README.md").read_text()
+    copy = tmp_path / "README.md"
+    copy.write_text(text)
+    words = command.replace("README.md", str(copy)).split()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    assert main() == 0
+    assert copy.read_text() == text
+
+
+def test_each_table_of_the_readme_has_a_command() -> None:
+    blocks = re.findall(r"<!-- bench:(\w+):start -->", (ROOT / "README.md").read_text())
+    named = [re.findall(r"--block (\w+)", command) or ["table"] for command in TABLE_COMMANDS]
+    assert sorted(blocks) == sorted(name for (name,) in named)
