@@ -99,5 +99,4 @@ def run(steps, rounds):
 
 
 if __name__ == "__main__":
-    options = lab.arguments("distill_jax")
-    lab.write(options.output, run(options.steps, options.rounds))
+    lab.main("distill_jax", run)

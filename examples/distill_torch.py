@@ -94,5 +94,4 @@ def run(steps, rounds):
 
 
 if __name__ == "__main__":
-    options = lab.arguments("distill_torch")
-    lab.write(options.output, run(options.steps, options.rounds))
+    lab.main("distill_torch", run)

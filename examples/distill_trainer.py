@@ -78,5 +78,4 @@ def run(steps, rounds):
 
 
 if __name__ == "__main__":
-    options = lab.arguments("distill_trainer")
-    lab.write(options.output, run(options.steps, options.rounds))
+    lab.main("distill_trainer", run)

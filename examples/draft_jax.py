@@ -25,5 +25,4 @@ def run(steps, rounds, written=None):
 
 
 if __name__ == "__main__":
-    options = lab.arguments("draft_jax")
-    lab.write(options.output, run(options.steps, options.rounds))
+    lab.main("draft_jax", run)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from bench.text import corpus
 
+OUTPUT = Path(__file__).resolve().parent.parent / "build" / "examples"  # git ignores build/
 VOCAB = 128  # ASCII
 CONTEXT = 16  # what the teacher sees; a student sees the last STUDENT["context"] of it
 TEACHER = {"context": 16, "width": 24, "hidden": 128}
@@ -200,6 +201,28 @@ def arguments(name: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400, help="of the teacher and each student")
     parser.add_argument("--rounds", type=int, default=20, help="of speculative sampling")
     parser.add_argument(
-        "-o", "--output", type=Path, default=Path(__file__).parent / "results" / f"{name}.json"
+        *("-o", "--output"),
+        type=Path,
+        default=OUTPUT / f"{name}.json",
+        help="default: build/examples; the committed file is in examples/results",
     )
     return parser.parse_args()
+
+
+def summary(result: dict) -> str:
+    """A line for each loss: the acceptance rate as predicted and as measured, tokens per call."""
+    lines = ["loss    predicted 1 - TVD   measured acceptance   tokens per teacher call"]
+    for name, r in result["acceptance"].items():
+        measured = f"{r['measured']:.4f} ± {1.96 * r['standard_error']:.4f}"
+        calls = r["tokens_per_teacher_call"]
+        lines.append(f"{name:6}{r['predicted']:19.4f}   {measured:>19}   {calls:23.2f}")
+    return "\n".join(lines)
+
+
+def main(name: str, run: Callable[[int, int], dict]) -> None:
+    """An example's command: runs, writes the curves and rates, prints the rates."""
+    options = arguments(name)
+    result = run(options.steps, options.rounds)
+    write(options.output, result)
+    print(summary(result))
+    print(f"wrote {options.output}")

@@ -1,24 +1,23 @@
-"""Draw ``examples/plots`` from ``examples/results``: ``python -m examples.plot``."""
+"""Draw the committed results: ``python -m examples.plot``; ``--results FOLDER`` draws your own."""
 
+import argparse
 import json
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 
-from examples.lab import LOSSES
+from examples.lab import LOSSES, OUTPUT
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-HERE = Path(__file__).parent
+
+def load(folder, name):
+    return json.loads((folder / f"{name}.json").read_text())
 
 
-def load(name):
-    return json.loads((HERE / "results" / f"{name}.json").read_text())
-
-
-def acceptance():
+def acceptance(folder):
     """Predicted 1 - TVD against measured acceptance, with 95 % intervals."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
     kinds = {
@@ -26,7 +25,7 @@ def acceptance():
         "draft trained on the teacher's output": ("draft_torch", "draft_jax"),
     }
     for axis, (title, names) in zip(axes, kinds.items(), strict=True):
-        results = {name: load(name)["acceptance"] for name in names}
+        results = {name: load(folder, name)["acceptance"] for name in names}
         for column, name in enumerate(names):
             for row, loss in enumerate(LOSSES):
                 r = results[name][loss]
@@ -38,13 +37,13 @@ def acceptance():
         axis.set_xticks(range(len(LOSSES)), LOSSES)
         axis.set(title=title, ylabel="acceptance rate", xlabel="loss of the student")
         axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
-    figure.savefig(HERE / "plots" / "acceptance.png", dpi=110)
+    return figure
 
 
-def curves():
+def curves(folder):
     """Loss curves of both frameworks on top of each other, and their difference below."""
     names = ("teacher", *LOSSES)
-    torch, jax = load("distill_torch")["curves"], load("distill_jax")["curves"]
+    torch, jax = (load(folder, f"distill_{name}")["curves"] for name in ("torch", "jax"))
     figure, axes = plt.subplots(
         2, len(names), figsize=(12, 5), sharex=True, layout="constrained", height_ratios=(2, 1)
     )
@@ -58,9 +57,16 @@ def curves():
     axes[0, 0].set_ylabel("loss")
     axes[1, 0].set_ylabel("|difference|")
     axes[0, 0].legend()
-    figure.savefig(HERE / "plots" / "curves.png", dpi=110)
+    return figure
 
 
 if __name__ == "__main__":
-    acceptance()
-    curves()
+    parser = argparse.ArgumentParser(prog="python -m examples.plot", description=__doc__)
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("-o", "--output", type=Path, default=OUTPUT / "plots")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    for draw in (acceptance, curves):
+        path = options.output / f"{draw.__name__}.png"
+        draw(options.results).savefig(path, dpi=110)
+        print(f"wrote {path}")

@@ -3,8 +3,10 @@
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import io
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -80,3 +82,57 @@ def test_the_readmes_examples_begin_with_logits() -> None:
     functions = ("tvd_from_logits", "tvd_loss")
     packages = ("tvd_torch", "tvd_jax")
     assert names == [(package, name) for name in functions for package in packages]
+
+
+FUNCTIONS = (
+    *("tvd_from_logits", "acceptance_loss", "hybrid_loss", "cross_entropy_tvd_loss"),
+    "tvd_loss",
+)
+GROUPS = {
+    "torch": "vocab_group=None, token_group=None",
+    "jax": "axis_name=None, token_axis_name=None",
+}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_the_readmes_signatures_are_the_functions(framework: str) -> None:
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    package = importlib.import_module(f"tvd_{framework}")
+    text = (ROOT / "README.md").read_text()
+    shown = dict(re.findall(r"^    (\w+)\(([^)]*<groups>[^)]*)\)$", text, re.MULTILINE))
+    assert sorted(shown) == sorted(name for name in package.__all__ if name in FUNCTIONS)
+    assert GROUPS[framework] in " ".join(text.split())
+    for name, arguments in shown.items():
+        expected = " ".join(arguments.replace("<groups>", GROUPS[framework]).split())
+        parameters = inspect.signature(getattr(package, name)).parameters.values()
+        bare = [x.replace(annotation=inspect.Parameter.empty) for x in parameters]
+        assert str(inspect.Signature(bare)).replace("'", '"') == f"({expected})"
+
+
+TABLE_COMMANDS = re.findall(
+    r"python -m bench (table [^`\n]* --readme README\.md[^`\n]*)", (ROOT / "README.md").read_text()
+)
+
+
+@pytest.mark.parametrize("command", TABLE_COMMANDS)
+def test_the_readmes_tables_are_what_its_commands_print(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich", reason="the bench needs the extra `bench`")
+    from bench.__main__ import main
+
+    text = (ROOT / "README.md").read_text()
+    copy = tmp_path / "README.md"
+    copy.write_text(text)
+    words = command.replace("README.md", str(copy)).split()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["bench", *words])
+    assert main() == 0
+    assert copy.read_text() == text
+
+
+def test_each_table_of_the_readme_has_a_command() -> None:
+    blocks = re.findall(r"<!-- bench:(\w+):start -->", (ROOT / "README.md").read_text())
+    named = [re.findall(r"--block (\w+)", command) or ["table"] for command in TABLE_COMMANDS]
+    assert sorted(blocks) == sorted(name for (name,) in named)

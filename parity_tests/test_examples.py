@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -90,3 +91,18 @@ def test_a_wrong_acceptance_rule_is_noticed(monkeypatch):
     assert lab.output_p_value(context, logits(0), logits(1), 4000) > 1e-3
     monkeypatch.setattr(lab, "residual", lambda p, q: q)
     assert lab.output_p_value(context, logits(0), logits(1), 4000) <= 1e-3
+
+
+def test_an_example_prints_its_rates_and_leaves_the_committed_files(monkeypatch, tmp_path, capsys):
+    from examples import lab
+
+    assert lab.OUTPUT.parent.name == "build"  # which git ignores
+    monkeypatch.setattr(lab, "OUTPUT", tmp_path / "examples")
+    monkeypatch.setattr(sys, "argv", ["distill_torch", "--steps", "3"])
+    rates = {"predicted": 0.76, "measured": 0.77, "standard_error": 0.005, "output_p_value": 0.5}
+    rates |= {"trials": 9, "tokens_per_teacher_call": 3.1}
+    lab.main("distill_torch", lambda steps, rounds: {"acceptance": {"tvd": rates}, "steps": steps})
+    _, line, wrote = capsys.readouterr().out.splitlines()
+    assert line.split() == ["tvd", "0.7600", "0.7700", "±", "0.0098", "3.10"]
+    path = tmp_path / "examples" / "distill_torch.json"
+    assert wrote == f"wrote {path}" and json.loads(path.read_text())["steps"] == 3

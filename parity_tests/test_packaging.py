@@ -115,7 +115,9 @@ def test_it_works_in_an_empty_environment(built, tmp_path, request):
     assert found["version"] == tvd_core.__version__
     for package, framework in command.FRAMEWORKS.items():
         state = found["packages"][package]
-        assert state["error"] == f"{framework} is not installed: pip install {framework}"
+        assert state["error"].startswith(
+            f"{framework} is not installed: pip install '.[{framework}]'"
+        )
         assert state["framework_version"] is None and state["implementations"] == {}
         assert state["error"] in run(str(python), "-m", "tvd_core")  # no rich in there either
 

@@ -13,6 +13,11 @@ from typing import Any
 from tvd_core import __version__
 
 FRAMEWORKS = {"tvd_torch": "torch", "tvd_jax": "jax"}
+# As the contract words it, which is not imported here because it needs NumPy.
+INSTALL = {
+    "torch": "pip install '.[torch]' in this project's folder",
+    "jax": "pip install '.[jax]' (with a GPU '.[cuda12]' or '.[cuda13]') in this project's folder",
+}
 
 
 def report() -> dict[str, Any]:
@@ -46,7 +51,7 @@ def _package(package: str) -> dict[str, Any]:
     except Exception as error:  # a broken framework may raise anything; the other one's rows count
         missing = isinstance(error, ModuleNotFoundError) and error.name == framework
         found["error"] = (
-            f"{framework} is not installed: pip install {framework}"
+            f"{framework} is not installed: {INSTALL[framework]}"
             if missing
             else f"{package} cannot be used: {type(error).__name__}: {error}"
         )
@@ -91,7 +96,7 @@ def _print_table(found: dict[str, Any]) -> None:
         table.add_column(column)
     for package, name, runs, reason in _rows(found):
         style = "green" if runs == "yes" else "yellow"
-        # As text: rich would take the brackets in `jax[cuda13]` for markup.
+        # As text: rich would take the brackets in `.[cuda13]` for markup.
         table.add_row(package, name, Text(runs, style=style), Text(reason))
     Console().print(table)
 

@@ -253,6 +253,22 @@ def check_inputs(
                 raise ValueError(f"{name} must be on the device of {of} ({device}), got {other}")
 
 
+def install_words(*extras: str) -> str:
+    """What to type for one of these extras of this project."""
+    names = " or ".join(f"'.[{extra}]'" for extra in extras)
+    return f"pip install {names} in this project's folder"
+
+
+def not_installed_message(package: str, extra: str, remedy: str) -> str:
+    """Words for a package that an implementation needs, on a machine whose GPU it can run on."""
+    return f"{package} is not installed: {install_words(extra)}, or use {remedy}"
+
+
+def no_gpu_message(remedy: str) -> str:
+    """Words for a machine without a GPU, or a framework that is built without CUDA."""
+    return f"no CUDA GPU is available: use {remedy}"
+
+
 def capability_message(needed: tuple[int, int], found: tuple[int, int], remedy: str) -> str:
     """Words for a GPU that is too old for an implementation."""
     generation = {TRITON_CAPABILITY: "Ampere", PALLAS_CAPABILITY: "Hopper"}[needed]

@@ -25,8 +25,11 @@ from tvd_core.contract import (
     check_inputs,
     constant_message,
     dtype_name,
+    install_words,
     kernel_dtype_message,
     kernel_vocab_message,
+    no_gpu_message,
+    not_installed_message,
     shared_memory_message,
 )
 from tvd_jax import compat, pallas_ptx, sharded, triton_launch, xla
@@ -46,35 +49,32 @@ def _unavailable_reason(implementation: str) -> str | None:
         return None
     if implementation == "pallas" and compat.interpreting():
         return None
-    if implementation == "triton":
-        package = triton_launch.missing_package()
-        if package is not None:
-            return f"{package} is not installed: pip install {package}, or use {_others('triton')}"
     capability = compat.gpu_compute_capability()
     needed = _CAPABILITY[implementation]
-    if capability is None:
-        return (
-            "JAX sees no CUDA GPU: install jax[cuda12] or jax[cuda13] on a machine with one, or "
-            f"use {_others(implementation)}"
-        )
+    if capability is None:  # before what is not installed, which would not help
+        more = ",jax-triton" if implementation == "triton" else ""
+        install = install_words(f"cuda12{more}", f"cuda13{more}")
+        return no_gpu_message(f"implementation 'xla', or on a machine with one {install}")
+    others = _others(implementation, capability)
     if capability < needed:
-        return capability_message(needed, capability, _others(implementation))
-    if implementation == "pallas" and capability[0] not in PALLAS_GENERATIONS:
-        return shared_memory_message(capability, _others(implementation))
-    if implementation == "pallas" and not pallas_ptx.importable():
+        return capability_message(needed, capability, others)
+    if implementation == "triton":
+        package = triton_launch.missing_package()
+        return package and not_installed_message(package, "jax-triton", others)
+    if capability[0] not in PALLAS_GENERATIONS:
+        return shared_memory_message(capability, others)
+    if not pallas_ptx.importable():
         return (
             f"JAX {jax.__version__} has other names for what the kernels' PTX is written with: "
-            f"use {_others(implementation)}"
+            f"use {others}"
         )
     return None
 
 
-def _others(implementation: str) -> str:
-    return (
-        "implementation 'xla'"
-        if implementation == "triton"
-        else ("implementation 'triton' or 'xla'")
-    )
+def _others(implementation: str, capability: tuple[int, int]) -> str:
+    """What can take an implementation's place on a GPU, if what it needs is installed."""
+    triton = implementation != "triton" and capability >= TRITON_CAPABILITY
+    return "implementation 'triton' or 'xla'" if triton else "implementation 'xla'"
 
 
 def _platform(*arrays: Any) -> str:
@@ -216,7 +216,8 @@ def tvd_loss(
         p: ``[..., vocab]`` probabilities; float32, bfloat16 or float16 (float64: XLA only).
         q: probabilities with the shape of ``p``; its dtype may differ.
         labels: integers with the leading shape of ``p``. A token whose label is ``ignore_index``
-            contributes exactly 0 to the loss and gradients, whatever its rows hold.
+            contributes exactly 0 to the loss and gradients, whatever its rows hold; other values
+            are not used. ``None`` keeps every token.
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``.
         ignore_index: the label that marks an ignored token.
         weights: weight of each token, floats with the leading shape of ``p``; a constant. A

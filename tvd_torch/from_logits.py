@@ -112,7 +112,8 @@ def tvd_from_logits(
             masks an element, whose probability and gradient are 0. A row of nothing else is NaN.
         teacher_logits: logits with the shape of ``student_logits``; the dtype may differ.
         labels: integers with the leading shape. A token whose label is ``ignore_index`` contributes
-            exactly 0 to the loss and gradients, whatever its rows hold.
+            exactly 0 to the loss and gradients, whatever its rows hold; other values are not used.
+            ``None`` keeps every token.
         temperature: divides the logits; a positive Python or NumPy number in float32's range.
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``. ``"none"``
             is eager's only, which ``implementation=None`` then picks.

@@ -94,7 +94,8 @@ def tvd_loss(
             Strided inputs are copied to contiguous memory first.
         q: probabilities with the shape of ``p``; its dtype may differ.
         labels: integers with the leading shape of ``p``. A token whose label is ``ignore_index``
-            contributes exactly 0 to the loss and gradients, whatever its rows hold.
+            contributes exactly 0 to the loss and gradients, whatever its rows hold; other values
+            are not used. ``None`` keeps every token.
         reduction: ``"batchmean"``, ``"sum"``, ``"mean"``, ``"none"`` or ``"per_token"``.
         ignore_index: the label that marks an ignored token.
         weights: weight of each token, floats with the leading shape of ``p``; a constant. A

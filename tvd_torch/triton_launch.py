@@ -21,6 +21,9 @@ from tvd_core.contract import (
     base_2_scale,
     capability_message,
     code_tiles,
+    install_words,
+    no_gpu_message,
+    not_installed_message,
 )
 
 # Codes of the reduction in the upstream gradient's shape: one number, one per token or element.
@@ -49,21 +52,23 @@ def interpreting() -> bool:
 # would trace through a cached function and not call it.
 @functools.cache
 def _unavailable_reason() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed: pip install triton, or use implementation 'eager'"
-    if _interpreting():
+    installed = importlib.util.find_spec("triton") is not None
+    if installed and _interpreting():
         return None
+    remedy = "implementation 'eager'"
     if torch.version.hip is not None:
-        return "the kernels are for NVIDIA GPUs: use implementation 'eager'"
-    if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if capability < TRITON_CAPABILITY:
-            return capability_message(TRITON_CAPABILITY, capability, "implementation 'eager'")
-        return None
-    return (
-        "no CUDA GPU is available: use implementation 'eager', or set TRITON_INTERPRET=1 before "
-        "the first import of triton to run the kernels in Triton's interpreter"
-    )
+        return f"the kernels are for NVIDIA GPUs: use {remedy}"
+    if not torch.cuda.is_available():
+        first = "" if installed else f"install Triton ({install_words('torch')}) and "
+        build = "" if torch.version.cuda else "; this PyTorch is built without CUDA"
+        return no_gpu_message(
+            f"{remedy}, or {first}set TRITON_INTERPRET=1 before the first import of triton to run "
+            f"the kernels in Triton's interpreter{build}"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability < TRITON_CAPABILITY:
+        return capability_message(TRITON_CAPABILITY, capability, remedy)
+    return None if installed else not_installed_message("triton", "torch", remedy)
 
 
 @functools.cache
