@@ -102,10 +102,11 @@ class LogitsLaunch(NamedTuple):
 def logits_forward_launch(*itemsizes: int) -> LogitsLaunch:
     """By the bytes of a pair of logits.
 
-    2-byte logits, without and with codes: 8 warps, at most 80 registers, 3 programs an SM, 810 and
-    1097; unlimited, 2 programs, 989 and 1115; 16 warps, 1 program, 1309 and 1436. float32: 16
-    warps, 1 program, 782 and 821; 8 warps, 2 programs, 852 and 1018: few rows at a time stay in L2
-    until they are read again.
+    2-byte logits, without and with codes: 8 warps, at most 80 registers, 3 programs an SM, 807 and
+    960; unlimited, 2 programs, 989 and 1115 (before codes took fewer instructions, 810 and 1097 for
+    the first); reading ahead, 1227 and 1355. float32: 16 warps, 1 program, reading ahead, 695 and
+    766, not ahead 859 and 768; 8 warps, 2 programs, 743 and 841, not ahead 762 and 735: few rows at
+    a time stay in L2 until they are read again.
     """
     if sum(itemsizes) <= 4:
         return LogitsLaunch(8, 80, 3, False)
