@@ -40,7 +40,6 @@ Place = tuple[int, int]
 
 def plot(result: Result, folder: Path) -> list[Path]:
     """PNGs of time against vocab with the floor drawn in, one for each dtype, phase and tokens."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     environment = result["environment"]
     for (tokens, dtype, kind, phase), rows in vocab_groups(result["rows"]).items():
@@ -56,6 +55,7 @@ def plot(result: Result, folder: Path) -> list[Path]:
             figure.suptitle(f"{title}; {environment['gpu'] or 'CPU'}", fontsize=11)
 
         figure = _figure((6.5 * _panels(rows, environment), 5), draw, {"font.size": 10})
+        folder.mkdir(parents=True, exist_ok=True)  # here: no plot, no folder
         figure.savefig(path, dpi=110)
         paths.append(path)
     return paths
