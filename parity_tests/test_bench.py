@@ -421,6 +421,26 @@ def test_plots_are_written(tmp_path: Path) -> None:
     assert path.read_bytes()[:4] == b"\x89PNG"
 
 
+def _drawn(shapes: list[Shape]) -> tuple[list[str], set[str]]:
+    """Tick labels of the first panel, and the styles of its lines."""
+    from matplotlib.figure import Figure
+
+    rows = [base_row("liger", "forward", x) | {"kernel_us": 1.0} for x in shapes]
+    axes = Figure().subplots(1, 2)
+    plots.draw_times(axes, rows, {"datasheet_tb_s": 4.8})
+    labels = [text.get_text() for text in axes[0].get_xticklabels()]
+    return labels, {line.get_linestyle() for line in axes[0].get_lines()}
+
+
+def test_each_vocab_has_a_tick_and_unrelated_shapes_have_no_line_between_them() -> None:
+    labels, styles = _drawn([Shape(16, vocab) for vocab in (32768, 50257, 131072, 151936)])
+    assert labels == ["32768", "50257", "131072", "151936"]
+    assert styles == {"--", "-"}
+    labels, styles = _drawn([Shape(8, 64, inputs="logits"), Shape(4, 96, inputs="logits")])
+    assert labels == ["8 ×\n64", "4 ×\n96"]
+    assert styles == {"None"}
+
+
 def test_plots_from_logits_put_shapes_in_a_row(tmp_path: Path) -> None:
     shapes = [Shape(8, 64, inputs="logits"), Shape(4, 96, inputs="logits")]
     rows = [base_row("torch-triton", "forward", shape) | {"kernel_us": 9.0} for shape in shapes]
