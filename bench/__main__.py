@@ -1,6 +1,7 @@
 """Command line: ``python -m bench`` runs the main job; see ``--help`` for its parts."""
 
 import argparse
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from bench.shapes import GROUPS, LOGITS, LOSS, OPS, PHASES, Shape, parse_shapes
 OP_WORDS = {"probabilities": LOSS, "logits": LOGITS}
 OUTPUT = results.ROOT / "build" / "bench"
 console = Console(markup=False)
-if not console.is_terminal:
+if not console.is_terminal and "COLUMNS" not in os.environ:
     console = Console(markup=False, width=130)
 
 
@@ -157,14 +158,20 @@ def _main_job(arguments: argparse.Namespace) -> int:
     console.print(f"{where}: measuring {names} on {len(plan.shapes)} shapes")
     output = OUTPUT / f"{arguments.protocol}-{plan.device}.json"
     result = _measure(plan, arguments.protocol, output)
-    report.print_result(result, console)
     code = _exit_code(result["rows"])
     if plan.device == "cpu":
-        code |= _interpreters()
         _stored()
-    for path in plots.plot(result, OUTPUT / "plots"):
-        console.print(f"wrote {path}")
+        code |= _interpreters()
+        console.print()
+    report.print_result(result, console, _shown(output))  # last, where it is read first
+    for path in (output, *plots.plot(result, OUTPUT / "plots")):
+        console.print(f"wrote {_shown(path)}", highlight=False, soft_wrap=True)
     return code
+
+
+def _shown(path: Path) -> Path:
+    """A path below the root of the repository from there on."""
+    return path.relative_to(results.ROOT) if path.is_relative_to(results.ROOT) else path
 
 
 def _interpreters() -> int:
@@ -190,8 +197,8 @@ def _interpreters() -> int:
 def _stored() -> None:
     """The committed GPU results, for comparison."""
     for path in sorted(results.STORED.glob("*.json")):
-        console.print(f"\nStored GPU results: {path.relative_to(results.ROOT)}")
-        report.print_result(results.read_result(path), console, ("forward", "total"))
+        console.print("\nStored GPU results:")
+        report.print_result(results.read_result(path), console, _shown(path), ("forward", "total"))
     if not any(results.STORED.glob("*.json")):
         console.print(f"\nNo stored GPU results in {results.STORED.relative_to(results.ROOT)}")
 
@@ -249,7 +256,7 @@ def main() -> int:
                 return _main_job(arguments)
             case "run":
                 result = _measure(_plan(arguments), arguments.protocol, arguments.output)
-                report.print_result(result, console)
+                report.print_result(result, console, arguments.output)
                 return _exit_code(result["rows"])
             case "merge":
                 results.write_result(arguments.output, results.merge(arguments.parts))
@@ -263,7 +270,7 @@ def main() -> int:
                 else:
                     print(block)
             case "show":
-                report.print_result(results.read_result(arguments.file), console)
+                report.print_result(results.read_result(arguments.file), console, arguments.file)
             case "plot":
                 for path in plots.plot(results.read_result(arguments.file), arguments.output):
                     console.print(f"wrote {path}")

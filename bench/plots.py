@@ -10,7 +10,6 @@ from typing import Any
 
 from bench.gpus import floor_us
 from bench.report import (
-    KERNELS,
     ORDER,
     Row,
     achieved_tb_s,
@@ -33,6 +32,8 @@ MARKERS = "osDv<^P*Xdp"
 # Text stays text and "$" a dollar; one salt for each plot keeps the ids of a page apart.
 SETTINGS = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 RATIOS = (1, 1.1, 1.2, 1.5, 2, 3, 5, 10, 20, 50, 100)
+# The kernels take nearly the same time, so the later one is drawn thinner, over the earlier one.
+NESTED = {"torch-triton": (8.5, 3.5, "-"), "jax-pallas": (5, 1.5, "-"), "jax-triton": (3.5, 1, ":")}
 ANY_TOKENS = 0
 Group = tuple[int, str, str, str]
 Place = tuple[int, int]
@@ -40,7 +41,6 @@ Place = tuple[int, int]
 
 def plot(result: Result, folder: Path) -> list[Path]:
     """PNGs of time against vocab with the floor drawn in, one for each dtype, phase and tokens."""
-    folder.mkdir(parents=True, exist_ok=True)
     paths = []
     environment = result["environment"]
     for (tokens, dtype, kind, phase), rows in vocab_groups(result["rows"]).items():
@@ -56,6 +56,7 @@ def plot(result: Result, folder: Path) -> list[Path]:
             figure.suptitle(f"{title}; {environment['gpu'] or 'CPU'}", fontsize=11)
 
         figure = _figure((6.5 * _panels(rows, environment), 5), draw, {"font.size": 10})
+        folder.mkdir(parents=True, exist_ok=True)  # here: no plot, no folder
         figure.savefig(path, dpi=110)
         paths.append(path)
     return paths
@@ -101,20 +102,31 @@ def _positions(rows: list[Row]) -> dict[Place, int]:
     return {place: number for number, place in enumerate(places)}
 
 
+def _joined(positions: dict[Place, int]) -> bool:
+    """Whether the shapes stand at their vocab, so that a line between them says something."""
+    return list(positions.values()) == [vocab for vocab, _ in positions]
+
+
 def _panels(rows: list[Row], environment: dict[str, Any]) -> int:
     return 2 if floors_of(rows, environment) else 1
 
 
 def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> None:
-    """Time against vocab; on a second panel its ratio to the floor, where there is one."""
+    """Time against vocab; on a second panel its ratio to the floor, where there is one.
+
+    Shapes that differ in more than the vocab have nothing between them: points side by side.
+    """
     floors, positions = floors_of(rows, environment), _positions(rows)
-    for name in implementations_of(rows):
+    names, joined = implementations_of(rows), _joined(positions)
+    for index, name in enumerate(names):
+        shift = 0.0 if joined else 0.7 * ((index + 0.5) / len(names) - 0.5)
         own = [row for row in rows if row["implementation"] == name]
         line = sorted((_place(row), us) for row in own if (us := time_us(row)) is not None)
-        style = line_style(name)
-        panels[0].plot([positions[v] for v, _ in line], [us for _, us in line], label=name, **style)
+        style = line_style(name) | ({} if joined else {"linestyle": "none", "markersize": 6})
+        xs = [positions[v] + shift for v, _ in line]
+        panels[0].plot(xs, [us for _, us in line], label=name, **style)
         if floors:
-            known = [(positions[v], us / floors[v]) for v, us in line if v in floors]
+            known = [(positions[v] + shift, us / floors[v]) for v, us in line if v in floors]
             panels[1].plot([x for x, _ in known], [ratio for _, ratio in known], **style)
     kernel = {row["kernel_us"] is not None for row in rows}
     clock = {(True,): "kernel time", (False,): "wall time"}.get(
@@ -125,7 +137,11 @@ def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> Non
         places = sorted(floors)
         label = f"floor ({environment['datasheet_tb_s']} TB/s)"
         xs, ys = [positions[place] for place in places], [floors[place] for place in places]
-        panels[0].plot(xs, ys, label=label, color=INK)
+        if joined:
+            panels[0].plot(xs, ys, label=label, color=INK)
+        else:
+            ends = [x - 0.4 for x in xs], [x + 0.4 for x in xs]
+            panels[0].hlines(ys, *ends, label=label, color=INK)
         panels[1].axhline(1.0, color=INK)
         panels[1].set_ylabel("time / floor")
     for panel in panels:
@@ -139,16 +155,16 @@ def draw_times(panels: Any, rows: list[Row], environment: dict[str, Any]) -> Non
 
 def _shape_axis(axes: Any, positions: dict[Place, int]) -> None:
     vocabs = [vocab for vocab, _ in positions]
-    if list(positions.values()) != vocabs:
+    if not _joined(positions):
         labels = [f"{tokens} ×\n{vocab}" for vocab, tokens in positions]
         axes.set_xticks(list(positions.values()), labels)
-        axes.margins(x=0.15)
+        axes.set_xlim(-0.6, len(labels) - 0.4)
         axes.set_xlabel("tokens × vocab")
         return
     axes.set_xscale("log", base=2)
-    # 50257 and 151936 sit too close to powers of two for two labels.
-    ticks = [v for v in vocabs if v & (v - 1) == 0] or vocabs
-    axes.set_xticks(ticks, [str(v) for v in ticks])
+    # Steep, because 151936 sits close to 131072.
+    steep = {"rotation": 60, "ha": "right", "rotation_mode": "anchor", "fontsize": 8}
+    axes.set_xticks(vocabs, [str(vocab) for vocab in vocabs], **steep)
     axes.tick_params(axis="x", which="minor", bottom=False)
     axes.set_xlabel("vocab")
 
@@ -173,13 +189,13 @@ def colour_number(name: str) -> int:
 
 
 def line_style(name: str) -> dict[str, Any]:
-    own = name in KERNELS
+    size, width, line = NESTED.get(name, (4, 1.2, "--"))
     return {
         "color": COLOURS[colour_number(name)],
         "marker": MARKERS[colour_number(name)],
-        "markersize": 5 if own else 4,
-        "linewidth": 2 if own else 1.2,
-        "linestyle": "-" if own else "--",
+        "markersize": size,
+        "linewidth": width,
+        "linestyle": line,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bench import published
 from bench.gpus import floor_us
@@ -35,7 +36,10 @@ COLUMNS = (
     "kept",
     "peak",
 )
-NARROW = 8  # columns on a narrow terminal
+# Those that a narrow terminal leaves out, the last first.
+OPTIONAL = ("kept", "20–80 %", "TB/s", "min MB", "wall µs", "host µs", "peak")
+# jax.grad of abs is 1 at 0, where the loss has 0: a tie is a finding, not an accident of a run.
+TIES = "; jax.grad of abs is 1 where p = q, not 0"
 PHASE_TITLES = {
     "forward": "forward, no gradient",
     "forward_keep": "forward that keeps the residual",
@@ -142,11 +146,17 @@ def unmeasured(rows: list[Row]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
         if row["status"] != "ok":
-            groups[row["implementation"], row["status"]].append(row["reason"] or "")
+            groups[row["implementation"], row["status"]].append(_reason(row))
     return [
         f"{name}: {status} in {len(reasons)} rows: {reasons[0]}"
         for (name, status), reasons in groups.items()
     ]
+
+
+def _reason(row: Row) -> str:
+    reason = row["reason"] or ""
+    tie = row["implementation"] == "jax-formula" and "expected 0 " in reason
+    return reason + TIES if tie else reason
 
 
 # --- terminal ------------------------------------------------------------------------------------
@@ -178,13 +188,35 @@ def environment_lines(environment: dict[str, Any]) -> list[str]:
     return lines
 
 
-def print_result(result: Result, console: Console, phases: tuple[str, ...] = PHASES) -> None:
-    """Every row of a result, one table a shape.
+def heading(result: Result, source: Path | str) -> str:
+    """What tells a result from others: its file, place, commit, and what was measured."""
+    environment = result["environment"]
+    published_protocol = environment["protocol"].startswith("published")
+    ops = " and ".join(OP_TITLES.get(op, op) for op in ops_of(result["rows"]))
+    dirty = " (changed tree)" if environment["dirty"] else ""
+    return ", ".join(
+        (
+            str(source),
+            environment["gpu"] or "this project on a CPU",
+            f"commit {(environment['commit'] or 'unknown')[:7]}{dirty}",
+            "published protocol" if published_protocol else ops,
+        )
+    )
+
+
+def print_result(
+    result: Result,
+    console: Console,
+    source: Path | str,
+    phases: tuple[str, ...] = PHASES,
+) -> None:
+    """Every row of a result, one table a shape; ``source`` is the file that holds it.
 
     ``min MB`` is what this project's design must move, ``TB/s`` that over the time, whoever is
     measured; ``× peer`` is the time over the best peer's.
     """
     environment = result["environment"]
+    console.rule(Text(heading(result, source)), align="left", style="bold")
     for line in environment_lines(environment):
         console.print(line, highlight=False)
     if environment["protocol"].startswith("published"):
@@ -193,7 +225,7 @@ def print_result(result: Result, console: Console, phases: tuple[str, ...] = PHA
     cells = _by_cell(result["rows"])
     for key in dict.fromkeys(shape for shape, _ in cells):
         _print_shape(key, cells, phases, environment, console)
-    for line in unmeasured(result["rows"]):
+    for line in unmeasured([row for row in result["rows"] if row["status"] != "wrong"]):
         console.print(line, highlight=False, style="yellow")
 
 
@@ -208,22 +240,42 @@ def _print_shape(
     title = f"{tokens} × {vocab} {dtype}, " + (
         OP_TITLES[LOGITS] if kind == "logits" else f"{kind} inputs"
     )
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = COLUMNS if console.width >= 120 else COLUMNS[:NARROW]
-    for column in columns:
-        table.add_column(column, justify="left" if column in COLUMNS[:2] else "right", no_wrap=True)
+    sections: list[list[tuple[str, list[str]]]] = []
     for phase in phases:
         cell = cells.get((key, phase), {})
         peer = best_peer(cell)
+        lines = []
         if cell and environment.get("datasheet_tb_s"):
             size = next(iter(cell.values()))["bytes"]
             floor = microseconds(floor_us(size, environment["datasheet_tb_s"]))
-            table.add_row(phase, "floor", floor, "", f"{size / 1e6:.1f}", style="bold")
+            lines.append(("bold", [phase, "floor", floor, "", f"{size / 1e6:.1f}"]))
         for name in implementations_of(list(cell.values())):
-            line = _cells(cell[name], peer)[: len(columns)]
-            table.add_row(*line, style="" if name in KERNELS else "dim")
-        table.add_section()
-    console.print(table)
+            lines.append(("" if name in KERNELS else "dim", _cells(cell[name], peer)))
+        sections.append(lines)
+    console.print(_fitting_table(title, sections, console))
+    shown = [row for phase in phases for row in cells.get((key, phase), {}).values()]
+    for line in unmeasured([row for row in shown if row["status"] == "wrong"]):
+        console.print(line, highlight=False, style="yellow")
+
+
+def _fitting_table(
+    title: str, sections: list[list[tuple[str, list[str]]]], console: Console
+) -> Table:
+    """The lines of each section under as many columns as fit, none of them cut off."""
+    for left_out in range(len(OPTIONAL) + 1):
+        columns = [name for name in COLUMNS if name not in OPTIONAL[len(OPTIONAL) - left_out :]]
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for name in columns:
+            table.add_column(name, justify="left" if name in COLUMNS[:2] else "right", no_wrap=True)
+        for lines in sections:
+            for style, cells in lines:
+                known = dict(zip(COLUMNS, cells, strict=False))
+                table.add_row(*(known.get(name, "") for name in columns), style=style)
+            table.add_section()
+        wanted = console.measure(table, options=console.options.update(width=1000)).maximum
+        if wanted <= console.width:
+            break
+    return table
 
 
 def _cells(row: Row, peer: tuple[str, float] | None) -> list[str]:
@@ -284,11 +336,17 @@ def _ratio(one: float | None, other: float | None) -> str:
 
 
 def _print_published(result: Result, console: Console) -> None:
-    lines = published_lines(result)
-    header, _, *body = [line for line in lines if line.startswith("|")]
-    table = Table(title="published protocol", title_justify="left")
-    for name in header.strip("| ").split(" | "):
-        table.add_column(name, justify="right", overflow="fold")
+    _, _, *body = [line for line in published_lines(result) if line.startswith("|")]
+    gpu = result["environment"]["gpu"]
+    title = (
+        f"{published.TOKENS} × vocab, float32, µs (wall clock), {gpu}; "
+        f"record: as published, {published.PUBLISHED_GPU}"
+    )
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    measured = [name.replace("-", "-\n") for name in published.IMPLEMENTATIONS]
+    record = ["record:\nliger", "record:\ntorch", "record:\ntorch /\nliger"]
+    for name in ("vocab", "mode", *measured, "torch /\nliger", *record):
+        table.add_column(name, justify="left" if name == "mode" else "right", no_wrap=True)
     for line in body:
         table.add_row(*line.strip("| ").split(" | "))
     console.print(table)

@@ -1,6 +1,7 @@
 """The bench: its arithmetic, its files, its inputs, its clock, and a run from end to end."""
 
 import ctypes
+import io
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from bench import (
     Unavailable,
@@ -374,6 +376,41 @@ def test_published_table_shows_the_record_and_the_ratio() -> None:
     assert "softmax" in lines[-1]
 
 
+def _printed(result: dict, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width, markup=False)
+    report.print_result(result, console, "some/file.json")
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 130])
+@pytest.mark.parametrize("name", ["h200", "h200_logits", "h200_logits_xla", "published"])
+def test_the_terminals_tables_cut_nothing_off(name: str, width: int) -> None:
+    result = results.read_result(results.STORED / f"{name}.json")
+    printed = _printed(result, width)
+    assert "…" not in printed
+    assert max(map(len, printed.splitlines())) <= width
+    commit = result["environment"]["commit"][:7]
+    assert printed.startswith(f"some/file.json, NVIDIA H200, commit {commit}, ")
+    if name == "published":
+        header = [line.split() for line in printed.splitlines() if "vocab  mode" in line]
+        words = ["liger", "formula", "triton", "liger", "liger", "torch", "liger"]
+        assert header == [["vocab", "mode", *words]]
+
+
+def test_the_terminal_says_why_a_row_is_wrong_below_its_table() -> None:
+    reason = "gradient[0, 0] is 0.5, expected 0 (3 wrong in 16 rows)"
+    rows = [_row("torch-triton"), _row("jax-formula", status="wrong", reason=reason)]
+    rows.append(base_row("torch-triton", "forward", Shape(16, 64)) | {"kernel_us": 1.0})
+    printed = _printed(_result(rows), 130)
+    why = f"jax-formula: wrong in 1 rows: {reason}; jax.grad of abs is 1 where p = q, not 0"
+    assert printed.index(why) < printed.index("16 × 64")
+
+
+def test_without_a_plot_there_is_no_folder(tmp_path: Path) -> None:
+    assert plots.plot(_result([_row("liger")]), tmp_path / "plots") == []
+    assert not (tmp_path / "plots").exists()
+
+
 def test_plots_are_written(tmp_path: Path) -> None:
     rows = [
         base_row("torch-triton", "forward", Shape(16, vocab)) | {"kernel_us": 1.0 * vocab}
@@ -382,6 +419,26 @@ def test_plots_are_written(tmp_path: Path) -> None:
     (path,) = plots.plot(_result(rows), tmp_path)
     assert path.name == "forward_float32_16.png"
     assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+def _drawn(shapes: list[Shape]) -> tuple[list[str], set[str]]:
+    """Tick labels of the first panel, and the styles of its lines."""
+    from matplotlib.figure import Figure
+
+    rows = [base_row("liger", "forward", x) | {"kernel_us": 1.0} for x in shapes]
+    axes = Figure().subplots(1, 2)
+    plots.draw_times(axes, rows, {"datasheet_tb_s": 4.8})
+    labels = [text.get_text() for text in axes[0].get_xticklabels()]
+    return labels, {line.get_linestyle() for line in axes[0].get_lines()}
+
+
+def test_each_vocab_has_a_tick_and_unrelated_shapes_have_no_line_between_them() -> None:
+    labels, styles = _drawn([Shape(16, vocab) for vocab in (32768, 50257, 131072, 151936)])
+    assert labels == ["32768", "50257", "131072", "151936"]
+    assert styles == {"--", "-"}
+    labels, styles = _drawn([Shape(8, 64, inputs="logits"), Shape(4, 96, inputs="logits")])
+    assert labels == ["8 ×\n64", "4 ×\n96"]
+    assert styles == {"None"}
 
 
 def test_plots_from_logits_put_shapes_in_a_row(tmp_path: Path) -> None:

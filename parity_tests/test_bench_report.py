@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -71,7 +72,10 @@ def _page(tmp_path: Path, result: dict, bits: dict | None = None) -> str:
 
 def _bench(*arguments: object) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "bench", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    # As in a pipe: readline, which pytest imports, gives child processes a terminal's width.
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    options = {"capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run(command, cwd=ROOT, env=environment, **options)
 
 
 class _Reader(HTMLParser):

@@ -90,9 +90,10 @@ def test_every_line_of_the_page_names_its_test():
 def test_the_page_before_and_after(liger, monkeypatch):
     module = importlib.import_module("liger_kernel.transformers.tvd")
     monkeypatch.setattr(module, "LigerTVDLossFunction", liger)
-    losses = []
-    for example in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-        names = {"p": _rows(0), "q": _rows(1), "labels": LABELS}
+    losses, names = [], {}
+    inputs, *examples = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(inputs.replace('"cuda"', repr(DEVICE)), names)
+    for example in examples:
         exec(example, names)
         losses.append((names["loss"], _gradient(names["loss"], names["p"])))
     (before, gradient_before), (after, gradient_after) = losses
