@@ -553,9 +553,24 @@ def what_shards_have_no_rule_for_is_refused() -> None:
 
         raises(NotImplementedError, words, lambda f=of: torch.func.grad(f)(p))
         raises(NotImplementedError, words, dual)
+    labels = torch.zeros(p.shape[0], dtype=torch.int64)
+    losses = ("tvd_from_logits", "acceptance_loss", "hybrid_loss", "cross_entropy_tvd_loss")
+    for implementation in ("eager", "triton"):
+        kind = GroupRoute(implementation, [0, 1, TOKENS], [0, 40, VOCAB])
+        with kind.running():
+            for name in losses:
+                second_derivative_is_refused(getattr(tvd_torch, name), kind, p, q, labels)
+
+
+def second_derivative_is_refused(loss_of: Any, route: GroupRoute, p: Any, q: Any, labels: Any):
     leaf = p.clone().requires_grad_()
-    (first,) = torch.autograd.grad(of(leaf) ** 2, leaf, create_graph=True)
-    raises(RuntimeError, "once_differentiable", lambda: first.sum().backward())
+    loss = loss_of(leaf, q, labels, implementation=route.implementation, **route.groups)
+    (first,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    penalty = loss + 10 * (first**2).sum()
+    words = "rows are cut over processes have no second derivative"
+    raises(NotImplementedError, words, lambda: penalty.backward(retain_graph=True))
+    # On the way to a leaf alone, an error that hangs on nothing would not be met.
+    raises(NotImplementedError, words, lambda: torch.autograd.grad(penalty, leaf))
 
 
 @case
@@ -601,13 +616,16 @@ def raises(kind: type[Exception], words: str, function: Callable[[], Any]) -> No
 
 @case
 def bad_arguments_are_refused() -> None:
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     import tvd_torch
 
     p, q = (torch.from_numpy(x) for x in inputs.rows(4, 8))
     dp, dq = (distribute_tensor(x, mesh(PROCESSES), [Shard(0)]) for x in (p, q))
     other = distribute_tensor(q, mesh(2, 2), [Shard(0), Shard(1)])
+    first_two = DeviceMesh("cpu", [0, 1])
+    some = distribute_tensor(p, first_two, [Shard(0)])
     world: Any = dist.group.WORLD
     same = dist.new_group(list(range(PROCESSES)))
     for loss in (tvd_torch.tvd_loss, tvd_torch.tvd_from_logits):
@@ -622,6 +640,20 @@ def bad_arguments_are_refused() -> None:
         raises(TypeError, "must both be DTensors or both be plain", lambda f=loss: f(dp, q))
         raises(TypeError, "must both be DTensors or both be plain", lambda f=loss: f(p, dq))
         raises(ValueError, "must be on the mesh of", lambda f=loss: f(dp, other))
+        for name in ("labels", "weights", "normalizer"):
+            x = torch.ones(() if name == "normalizer" else (TOKENS,))
+            x = x.to(torch.int64) if name == "labels" else x
+            plain, elsewhere = (
+                {name: distribute_tensor(x, on, [Replicate()] * on.ndim)}
+                for on in (dp.device_mesh, other.device_mesh)
+            )
+            raises(TypeError, f"{name} is a DTensor, but ", lambda f=loss, o=plain: f(p, q, **o))
+            words = f"{name} must be on the mesh of "
+            raises(ValueError, words, lambda f=loss, o=elsewhere: f(dp, dq, **o))
+        if dist.get_rank() > 1:
+            raises(ValueError, "a mesh that this process is not in", lambda f=loss: f(some, some))
+        else:
+            assert float(loss(some, some).to_local()) == 0
         raises(ValueError, "a DTensor has its mesh", lambda f=loss: f(dp, dq, token_group=world))
         raises(TypeError, "token_group must be None or a", lambda f=loss: f(p, q, token_group=3))
         raises(TypeError, "vocab_group must be None", lambda f=loss: f(p, q, vocab_group="vocab"))

@@ -1,12 +1,13 @@
 """Contract clause 11, PyTorch: the transforms of torch.func, and forward-mode differentiation."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from parity_tests import inputs
+from parity_tests import inputs, routes
 from parity_tests.logits_budget import logits
 from parity_tests.routes import Route
 
@@ -175,6 +176,26 @@ def test_clause_11_torch_func_second_derivative_of_logits(logits_torch_route: Ro
     step = 1e-2 * t
     difference = (gradient(s + step) - gradient(s - step)).reshape(10)
     torch.testing.assert_close(2 * hessian @ step.reshape(10), difference, rtol=0.05, atol=1e-4)
+
+
+def test_clause_11_torch_second_derivative_of_kernels_from_logits_is_refused() -> None:
+    """By ``backward`` and on the way to one tensor, in the words of ``torch.func``."""
+    route = routes.get("torch-triton")
+    words = (
+        "implementation 'triton' has no second derivative from logits: use implementation 'eager'"
+    )
+    s, t = (route.array(x).requires_grad_() for x in logits(2, 5, masked=0.0))
+    with route.running():
+        loss = loss_of(route, "tvd_from_logits")(s, t, None, None)
+        first = torch.autograd.grad(loss, [s, t], create_graph=True)
+        penalty = loss + sum((x**2).sum() for x in first)
+        for again in (
+            lambda: penalty.backward(retain_graph=True),
+            lambda: torch.autograd.grad(penalty, s, retain_graph=True),
+            lambda: torch.autograd.grad(penalty, t),
+        ):
+            with pytest.raises(NotImplementedError, match=re.escape(words)):
+                again()
 
 
 def test_clause_11_torch_func_of_a_compiled_loss_is_right_or_refused(torch_route: Route) -> None:

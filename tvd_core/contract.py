@@ -332,6 +332,19 @@ def no_compiled_forward_mode_message(implementation: str, remedy: str) -> str:
     )
 
 
+def no_second_derivative_message(implementation: str, remedy: str) -> str:
+    """Words for the derivative of a gradient that a kernel computed."""
+    return (
+        f"implementation {implementation!r} has no second derivative from logits: use "
+        f"implementation {remedy!r}"
+    )
+
+
+def no_second_derivative_of_shards_message() -> str:
+    """Words for the derivative of the gradient of rows of which each process has a part."""
+    return "losses from logits whose rows are cut over processes have no second derivative"
+
+
 def no_sharded_transform_message(remedy: str) -> str:
     """Words for a transform of a loss whose inputs are spread over processes."""
     return (

@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tvd_core import config
-from tvd_core.contract import base_2_scale, logit_scale, no_compiled_forward_mode_message
+from tvd_core.contract import (
+    base_2_scale,
+    logit_scale,
+    no_compiled_forward_mode_message,
+    no_second_derivative_message,
+    no_second_derivative_of_shards_message,
+)
 from tvd_torch import eager, triton_launch
 from tvd_torch.eager import forward_mode, saveable, transformed
 from tvd_torch.logits_eager import Rows
-from tvd_torch.sharded import all_reduced, sum_in_order
+from tvd_torch.sharded import all_reduced, sum_in_order, without_second_derivative
 
 
 def rows(
@@ -170,6 +175,14 @@ def _save(ctx: Any, inputs: Any, output: Any, wanted: tuple[bool, ...]) -> None:
 
 
 def _backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Any, ...]:
+    with torch.no_grad():
+        found = _gradients(ctx, *upstreams)
+    sources = (*ctx.saved_tensors[:2], *upstreams)
+    message = no_second_derivative_message("triton", "eager")
+    return without_second_derivative(found, sources, message)
+
+
+def _gradients(ctx: Any, *upstreams: Tensor | None) -> tuple[Any, ...]:
     student, teacher, s_rows, t_rows, codes, kl, row_weights, targets = ctx.saved_tensors
     tvd_up, s_lse_up, t_lse_up, kl_up, target_up = upstreams[:5]
     if not ctx.want_kl:
@@ -289,10 +302,12 @@ class ShardedRows(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstreams: Tensor | None) -> tuple[Any, ...]:
         """As of whole rows."""
-        return *_backward(ctx, *upstreams), None
+        with torch.no_grad():
+            found = (*_gradients(ctx, *upstreams), None)
+        sources = (*ctx.saved_tensors[:2], *upstreams)
+        return without_second_derivative(found, sources, no_second_derivative_of_shards_message())
 
 
 def _at_targets(student: Tensor, targets: Tensor, temperature: float) -> Tensor:

@@ -176,6 +176,7 @@ def checked_normalizer(
     """Raises for inputs that the contract excludes; returns the normalizer, a number as a float."""
     arrays = {names[0]: p, names[1]: q, "labels": labels, "weights": weights}
     _check_dense(**arrays, normalizer=normalizer)
+    sharded.check_meshes(p, q, names, labels=labels, weights=weights, normalizer=normalizer)
     normalizer = _traceable(normalizer, p)
     check_inputs(
         p,

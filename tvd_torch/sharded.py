@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tvd_core.contract import (
     NORMALIZED_REDUCTIONS,
     group_message,
     logit_scale,
+    no_second_derivative_of_shards_message,
     no_sharded_transform_message,
 )
 from tvd_torch import eager, logits_eager
@@ -67,10 +67,30 @@ def is_sharded(p: Any, q: Any, vocab_group: Any, token_group: Any) -> bool:
     """Whether this is a call for this module. Dynamo traces through it."""
     if vocab_group is not None or token_group is not None:
         return True
+    return _is_dtensor(p) or _is_dtensor(q)
+
+
+def check_meshes(
+    p: Any, q: Any, names: tuple[str, str], **constants: Any
+) -> None:  # before anything of a call is looked at
+    """Raises for constants that are DTensors beside plain inputs, or on another mesh."""
+    mesh = next((x.device_mesh for x in (p, q) if _is_dtensor(x)), None)
+    for name, x in constants.items():
+        if x is None or not _is_dtensor(x):
+            continue
+        if mesh is None:
+            raise TypeError(f"{name} is a DTensor, but {names[0]} and {names[1]} are plain tensors")
+        if x.device_mesh != mesh:
+            raise ValueError(_mesh_message(name, names[0], mesh, x.device_mesh))
+
+
+def _is_dtensor(x: Any) -> bool:
     # A parameter is no plain Tensor either. Importing DTensor to ask would take a second.
-    return (type(p) is not Tensor and hasattr(p, "device_mesh")) or (
-        type(q) is not Tensor and hasattr(q, "device_mesh")
-    )
+    return type(x) is not Tensor and hasattr(x, "device_mesh")
+
+
+def _mesh_message(name: str, other: str, expected: Any, actual: Any) -> str:
+    return f"{name} must be on the mesh of {other} ({expected}), got {actual}"
 
 
 def check_groups(vocab_group: Any, token_group: Any) -> None:
@@ -129,8 +149,11 @@ def _of_dtensors(
     if vocab_group is not None or token_group is not None:
         raise ValueError("vocab_group and token_group are for plain shards: a DTensor has its mesh")
     if p.device_mesh != q.device_mesh:
+        raise ValueError(_mesh_message(names[1], names[0], p.device_mesh, q.device_mesh))
+    if p.device_mesh.get_coordinate() is None:
         raise ValueError(
-            f"{names[1]} must be on the mesh of {names[0]} ({p.device_mesh}), got {q.device_mesh}"
+            f"{names[0]} is on a mesh that this process is not in ({p.device_mesh}): call the loss "
+            "on the processes of the mesh only"
         )
     pairs = zip(p.placements, q.placements, strict=True)
     placements = tuple(_common(a, b) for a, b in pairs)
@@ -416,8 +439,14 @@ class _Rows(torch.autograd.Function):
         return tuple(None if x is None else torch.where(kept, x, 0.0) for x in values)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstreams: Any) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = _Rows._gradients(ctx, *upstreams)
+        sources = (*ctx.saved_tensors[:2], *upstreams)
+        return without_second_derivative(found, sources, no_second_derivative_of_shards_message())
+
+    @staticmethod
+    def _gradients(ctx: Any, *upstreams: Any) -> tuple[Tensor | None, ...]:
         student, teacher, kept, targets, top, total, by_sign, kl = ctx.saved_tensors
         tvd, student_lse, teacher_lse, kl_upstream, target = upstreams
         if targets is not None:
@@ -433,6 +462,33 @@ class _Rows(torch.autograd.Function):
             logits_eager.RowSums(top, total, by_sign[..., None], kl),
         )
         return *gradients, None, None, None, None, None
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """A gradient whose own derivative is an error.
+
+    ``torch.autograd.function.once_differentiable`` lets ``torch.autograd.grad`` leave it out: no
+    path leads from its error to the tensors that the gradient was made of.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, message: str, *_: Any) -> Tensor:
+        ctx.message = message
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(ctx.message)
+
+
+def without_second_derivative(
+    gradients: tuple[Tensor | None, ...], sources: tuple[Any, ...], message: str
+) -> tuple[Tensor | None, ...]:
+    """The gradients, which were made of ``sources``; an error where one is differentiated."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return gradients
+    apply: Any = _NoSecondDerivative.apply
+    return tuple(apply(x, message, *sources) if isinstance(x, Tensor) else x for x in gradients)
 
 
 def _highest(x: Tensor) -> Tensor:

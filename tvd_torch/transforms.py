@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tvd_core.contract import no_second_derivative_message
 from tvd_torch import eager, logits_eager, logits_rows, triton_launch
 
 
@@ -329,10 +330,7 @@ class _RowsGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "implementation 'triton' has no second derivative from logits: use implementation "
-            "'eager'"
-        )
+        raise NotImplementedError(no_second_derivative_message("triton", "eager"))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *arguments: Any) -> tuple[Tensor, int]:
