@@ -85,8 +85,9 @@ def check_meshes(
 
 
 def _is_dtensor(x: Any) -> bool:
-    # A parameter is no plain Tensor either. Importing DTensor to ask would take a second.
-    return type(x) is not Tensor and hasattr(x, "device_mesh")
+    # A parameter is no plain Tensor either. Importing DTensor to ask would take a second. Dynamo
+    # cannot ask a number that it traces, of a normalizer, for attributes.
+    return type(x) is not Tensor and isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
 def _mesh_message(name: str, other: str, expected: Any, actual: Any) -> str:
