@@ -44,6 +44,9 @@ LOGITS_CASES = [
     (tvd_jax.tvd_from_logits, 131072, "float32", "bfloat16"),
     (tvd_jax.hybrid_loss, 20000, "bfloat16", "bfloat16"),
     (tvd_jax.cross_entropy_tvd_loss, 9001, "float32", "float32"),
+    # Rows of two dtypes that are filled up to two widths.
+    (tvd_jax.tvd_from_logits, 50257, "float32", "bfloat16"),
+    (tvd_jax.tvd_from_logits, 1001, "float16", "float32"),
 ]
 
 
@@ -67,8 +70,11 @@ def test_logits_lower_for_cuda(loss, vocab, s_dtype, t_dtype):
     }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_of_shards_lower_for_cuda(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "t_dtype", "columns"),
+    [("float32", "float32", 9001), ("bfloat16", "bfloat16", 9001), ("float32", "bfloat16", 2049)],
+)
+def test_logits_of_shards_lower_for_cuda(dtype, t_dtype, columns):
     def function(student, teacher):
         def of(*logits):
             return tvd_jax.hybrid_loss(*logits, implementation="pallas", axis_name="shards")
@@ -76,7 +82,8 @@ def test_logits_of_shards_lower_for_cuda(dtype):
         return jax.value_and_grad(of, (0, 1))(student, teacher)
 
     over = jax.vmap(function, axis_name="shards")
-    logits = (jax.ShapeDtypeStruct((2, TOKENS, 9001), dtype) for _ in range(2))
+    shape = (2, TOKENS, columns)
+    logits = (jax.ShapeDtypeStruct(shape, each) for each in (dtype, t_dtype))
     module = _lower(over, *logits)
     assert set(re.findall(r"logits_(?:forward|statistics|differences|backward)", module)) == {
         "logits_statistics",

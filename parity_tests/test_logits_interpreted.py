@@ -19,7 +19,7 @@ from parity_tests import logits_oracle, routes, vmapped_shards
 from parity_tests.logits_budget import logits
 route = {route}
 s, t = logits({tokens}, {vocab})
-s, t = s.astype(np.float32), t.astype(np.float32)
+s, t = s.astype("{s_dtype}"), t.astype(np.float32)
 labels = np.zeros({tokens}, np.int32)
 {change}
 logits_oracle.check(route, s, t, labels, upstream=-1.75, wrt={wrt!r})
@@ -73,6 +73,12 @@ def test_logits_shards_in_pallas_interpreter() -> None:
     check(route, tokens=2, vocab=1202, wrt="p", change="s[0, 601:] = -np.inf")
 
 
-def check(route: str, **values: Any) -> None:
-    code = CODE.format(route=route, **values)
+def test_logits_of_two_dtypes_in_pallas_interpreter() -> None:
+    """The student's row ends with a sub-tile, the teacher's is filled up beyond it."""
+    change = "s[0, :2000] = -np.inf; t[0, 4000] = 40"
+    check('routes.get("jax-pallas")', "float16", tokens=1, vocab=4092, wrt="p", change=change)
+
+
+def check(route: str, s_dtype: str = "float32", **values: Any) -> None:
+    code = CODE.format(route=route, s_dtype=s_dtype, **values)
     assert child.run(code, JAX_NUM_CPU_DEVICES="8").endswith("checked")

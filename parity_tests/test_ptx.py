@@ -37,6 +37,8 @@ def store(dtypes: str, *signs: int) -> Any:
 
 
 BARRIER = ref("uint32", 2, shared=True)
+VECTOR, SCALAR = np.zeros(512, np.float32), np.float32(0)
+SHARED, GLOBAL = ref("float32", 4, shared=True), ref("uint8", 512)
 CALLS = {
     "init": lambda: pallas_ptx.init_barriers(ref("uint32", 8, shared=True), 2),
     "wait": lambda: pallas_ptx.wait(BARRIER, SCALARS["index"]),
@@ -48,6 +50,16 @@ CALLS = {
     "bfloat16 negated": store("b", -1),
     "both float16": store("hh", 1, -1),
     "float32 and bfloat16": store("fb", 1, -1),
+    "sum of warps": lambda: pallas_ptx.reduce_warps("add", VECTOR, SHARED),
+    "maximum of warps": lambda: pallas_ptx.reduce_warps("max", VECTOR, SHARED),
+    "low bytes": lambda: pallas_ptx.store_low_bytes(VECTOR, GLOBAL),
+    "scalar store": lambda: pallas_ptx.store_scalar(ref("float32", 1), SCALARS["value"]),
+    "below": lambda: pallas_ptx.below(VECTOR),
+    "product": lambda: pallas_ptx.mul(VECTOR, VECTOR),
+    "quotient of scalars": lambda: pallas_ptx.divide(SCALAR, SCALAR),
+    "FMA of scalars": lambda: pallas_ptx.fma_scalar(SCALAR, SCALAR, SCALAR),
+    "product of scalars": lambda: pallas_ptx.mul_scalar(SCALAR, SCALAR),
+    "logarithm": lambda: pallas_ptx.log2(SCALAR),
 }
 
 
@@ -83,7 +95,16 @@ def test_ptx_assembles(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
         letters += ["f" if x.dtype == np.float32 else "r" for x in scalars]
         written.append(entry(asm, letters))
 
+    def run_on_vector(asm: str, ref: Any, _: Any) -> None:
+        written.append(entry(asm, ["r" if ref.shared else "l", *"ffff"]))
+
+    def of_floats(asm: str, *operands: Any) -> None:
+        written.append(entry(asm, ["f"] * (1 + len(operands))))
+
     monkeypatch.setattr(pallas_ptx, "_run", run)
+    monkeypatch.setattr(pallas_ptx, "_run_on_vector", run_on_vector)
+    for name_of in ("_elementwise", "_scalar"):
+        monkeypatch.setattr(pallas_ptx, name_of, of_floats)
     CALLS[name]()
     (ptx,) = written
     done = assemble(ptx, tmp_path)

@@ -226,8 +226,9 @@ def _log2(x):
 def _below(d):
     """(1 - sign(d)) / 2 of differences of probabilities: 0, 0.5 or 1.
 
-    As one saturating instruction. Subnormal differences, so those of probabilities below 2 ** -102,
-    count as 0: times 2 ** 127 they would come out between those three.
+    As one saturating instruction. Subnormal differences, so some of probabilities below 2 ** -102,
+    count as 0: times 2 ** 127 they would come out between those three. A NaN gives 0, in the
+    interpreters 0.5: codes of such rows mean nothing.
     """
     if INTERPRETED:
         return tl.where(d >= 2.0**-126, 0.0, tl.where(d <= -(2.0**-126), 1.0, 0.5))

@@ -74,7 +74,11 @@ def _padded(x: jax.Array) -> jax.Array:
 
 
 class _Parts(enum.IntEnum):
-    """Where the sums and maxima of ``_Exchange`` lie; for even and odd rows, what all rows have."""
+    """Where the sums and maxima of ``_Exchange`` lie.
+
+    TOTALS (2), SAMPLES (2) and DIFFERENCES (3) for even rows, then for odd ones; AGAIN once, two
+    maxima and two sums.
+    """
 
     TOTALS = 0
     SAMPLES = 4
@@ -277,8 +281,10 @@ class _Ring:
     ``number`` counts through them, forward and back.
     """
 
+    MOST = 8  # slots, of 4 bits in an int32
+
     def __init__(self, units: int, slots: int, forward: bool, backward: bool) -> None:
-        assert slots <= 8  # of 4 bits in an int32
+        assert slots <= self.MOST
         self.units, self.slots, self.forward, self.backward = units, slots, forward, backward
         self.held = min(units, slots) if forward and backward else 0
         self.copies = units * (forward + backward) - self.held  # a row
@@ -342,9 +348,8 @@ class _Plan:
         self.unit = SUB_TILES if pair_bytes <= 4 else SUB_TILES // 2
         self.elements = self.unit * LOGITS_LANES
         self.units = -(-vocab // self.elements)
-        self.sampled = min(LOGITS_LANES, student.shape[1])
         fit = config.logits_pallas_slots(self.elements * pair_bytes, LOGITS_LANES * pair_bytes)
-        self.slots = min(fit, self.units + 4)
+        self.slots = min(fit, self.units + 4, _Ring.MOST)
         self.ring = _Ring(
             self.units,
             self.slots,
@@ -399,9 +404,14 @@ class _Block:
     def slot(self, s: Any) -> tuple[Any, Any, Any]:
         return self.smem["s"].at[s], self.smem["t"].at[s], self.smem["full"].at[s]
 
-    def copy_sub_tile(self, row: Any, start: Any, size: int, barrier: Any) -> None:
-        """Both rows' elements from ``start`` on into the place of the sample."""
+    def copy_sub_tile(self, row: Any, start: Any, left: int, barrier: Any) -> None:
+        """The sub-tile from ``start`` on, where the vocab has ``left`` more, to the sample's place.
+
+        With what fills a row up for TMA: rows of two dtypes are not of one width.
+        """
         for name in "st":
+            filled = self.in_gmem[name].shape[1] - self.plan.vocab
+            size = min(LOGITS_LANES, left + filled)
             plgpu.copy_gmem_to_smem(
                 self.in_gmem[name].at[row, pl.ds(start, size)],
                 self.smem[f"{name}_sample"].at[pl.ds(0, size)],
@@ -430,7 +440,7 @@ class _Copies(_Block):
         @pl.when(r < self.rows)
         def _() -> None:
             pl.when(r > 0)(lambda: plgpu.barrier_wait(self.smem["sample_empty"].at[0]))
-            self.copy_sub_tile(self.row_of(r), 0, self.plan.sampled, self.smem["sample_full"].at[0])
+            self.copy_sub_tile(self.row_of(r), 0, self.plan.vocab, self.smem["sample_full"].at[0])
 
     def of_row(self, r: Any, carry: Any) -> Any:
         order, number, copy = carry
@@ -523,7 +533,7 @@ class _Forward(_Block):
         return self.row_tiles.over_tiles(sums, (number, *begun), first=int(self.plan.begun_early))
 
     def begin_early(self, r: Any, order: Any, references: Any) -> tuple[Any, ...]:
-        """The sums over the first tile of row ``r``, if there is one."""
+        """The sums over the first tile of row ``r``; of whatever lies there if there is none."""
         if not self.plan.begun_early:
             return self.zero, self.zero
         totals = (self.zero, self.zero)
@@ -541,7 +551,7 @@ class _Forward(_Block):
         """``step(logits of both, carry)``; from the ring if it holds the row, else from L2."""
         whole = self.plan.vocab // LOGITS_LANES
 
-        def sub_tile(number: Any, size: int, carry: Any) -> Any:
+        def sub_tile(number: Any, left: int, carry: Any) -> Any:
             if self.ring.held == self.plan.units:
                 s = self.ring.slot(order, lax.div(number, _i32(self.plan.unit)))
                 at = pl.ds(
@@ -551,13 +561,13 @@ class _Forward(_Block):
             else:
                 full = self.smem["again_full"].at[0]
                 start = number * LOGITS_LANES
-                pl.when(self.group == 0)(lambda: self.copy_sub_tile(row, start, size, full))
+                pl.when(self.group == 0)(lambda: self.copy_sub_tile(row, start, left, full))
                 plgpu.barrier_wait(full)
                 pair = [
                     self.smem[f"{name}_sample"][pl.ds(self.group * LANES, LANES)] for name in "st"
                 ]
             pair = [_widened(_vector(x)) for x in pair]
-            if size < LOGITS_LANES:
+            if left < LOGITS_LANES:
                 inside = _lanes() < self.plan.vocab - whole * LOGITS_LANES - self.group * LANES
                 pair = [jnp.where(inside, x, _splat(_f32(-jnp.inf))) for x in pair]
             carry = step(pair, carry)
@@ -568,7 +578,7 @@ class _Forward(_Block):
         carry = lax.fori_loop(
             _i32(0), _i32(whole), lambda i, c: sub_tile(i, LOGITS_LANES, c), carry
         )
-        rest = self.in_gmem["s"].shape[1] - whole * LOGITS_LANES
+        rest = self.plan.vocab - whole * LOGITS_LANES
         return sub_tile(_i32(whole), rest, carry) if rest else carry
 
     def from_maxima(self, order: Any, row: Any) -> None:
