@@ -778,11 +778,11 @@ def test_cpu_run_from_logits_in_parts(tmp_path: Path) -> None:
         parts.append(tmp_path / f"{len(parts)}.json")
         done = _bench(
             *("run", "--device", "cpu", "--op", "logits", "--impl", names),
-            *("--shapes", "8x600,4x520:bfloat16", "--repeats", "1", "-o", str(parts[-1])),
+            *("--shapes", "4x520:bfloat16", "--repeats", "1", "-o", str(parts[-1])),
         )
         assert done.returncode == 0, done.stdout + done.stderr
     merged = results.merge(parts)["rows"]
-    assert len(merged) == 2 * 6 * len(PHASES)
+    assert len(merged) == 6 * len(PHASES)
     run.check_identical_inputs(merged)
     for row in merged:
         where = (row["implementation"], row["phase"], row["reason"])

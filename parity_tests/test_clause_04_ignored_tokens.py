@@ -23,7 +23,7 @@ def ignoring(how: str, dtype: type = np.int32) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("how", ["labels", "weights"])
 def test_clause_04_ignored_rows_may_hold_anything(
     route: Route, reduction: str, poison: float, how: str
@@ -32,7 +32,7 @@ def test_clause_04_ignored_rows_may_hold_anything(
     clean = oracle.check(
         route, p, q, **ignoring(how), reduction=reduction, upstream=upstream_for(reduction)
     )
-    p[0], q[2], p[2, 1] = poison, poison, poison
+    p[0], q[2], p[2, 1] = poison, -poison, poison
     poisoned = oracle.check(
         route, p, q, **ignoring(how), reduction=reduction, upstream=upstream_for(reduction)
     )

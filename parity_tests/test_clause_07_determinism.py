@@ -118,17 +118,22 @@ def test_clause_07_the_triton_kernels_use_the_contracts_constants() -> None:
     assert values == [contract.LANES, contract.TILE, config.WINDOW_ALIGNMENT]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("tokens", "vocab"),
+    ("tokens", "vocab", "dtype"),
     [
-        (128, 1),  # a row a thread in Pallas: full blocks, and a last one that overlaps
-        (130, 3),
-        (300, 16),
-        (129, 17),  # a row a block again
-        (17, 2035),  # rows that reach into one window more or not, as they are shifted
-        (17, 4095),
-        (18, 4096),
+        # A row a thread in Pallas: full blocks, and a last one that overlaps.
+        (128, 1, "float32"),
+        (130, 3, "float32"),
+        (130, 3, "bfloat16"),
+        (300, 16, "float32"),
+        # A row a block again.
+        (129, 17, "float32"),
+        (129, 17, "bfloat16"),
+        # Rows that reach into one window more or not, as they are shifted.
+        (17, 2035, "float32"),
+        (17, 2035, "bfloat16"),
+        (3, 4095, "float32"),
+        (18, 4096, "bfloat16"),
     ],
 )
 def test_clause_07_bits_of_the_forward_that_keeps_nothing(

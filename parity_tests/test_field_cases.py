@@ -122,7 +122,7 @@ def test_field_case_13_student_nearly_equal_to_teacher(route: Route) -> None:
     np.testing.assert_allclose(route.loss(p, q), right, rtol=1e-5)
 
 
-@pytest.mark.parametrize("vocab", [1, 3, 1271, 50257, 128256, 151936])
+@pytest.mark.parametrize("vocab", [1, 3, 1271, 50257, 151936])
 def test_field_case_14_vocab_with_a_tail(route: Route, vocab: int) -> None:
     """All of the mass in the last element, so that a lost or repeated tail shows."""
     p, q = np.zeros((2, vocab), F32), np.zeros((2, vocab), F32)
