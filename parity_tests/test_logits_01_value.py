@@ -3,10 +3,11 @@
 import math
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
-from parity_tests import logits_oracle, routes
+from parity_tests import inputs, logits_oracle, routes
 from parity_tests.logits_budget import logits
 from parity_tests.routes import Route
 from tvd_core.reference import logits_reference, logits_reference_grad, tvd_reference
@@ -100,6 +101,40 @@ def test_logits_do_not_overflow(logits_route: Route, level: float) -> None:
     assert np.isfinite(shifted.loss)
     # A kernel may scale before it subtracts: |level| * log2(e) roundings of 2**-24 in an exponent.
     np.testing.assert_allclose(shifted.loss, plain.loss, rtol=4 * 1e4 * 2.0**-24)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "temperature"),
+    # Not float16 at 1e4: there its lowest number, -65504, is a logit like any other.
+    [("float32", 0.5), ("float32", 1e4), ("bfloat16", 1.0), ("float16", 1.0)],
+)
+def test_logits_masked_by_the_lowest_number(
+    logits_route: Route, dtype: str, temperature: float
+) -> None:
+    """Programs mask with finfo.min as well as with -inf; the student's mask covers any sample."""
+    plain, masks = logits(2, 2100, dtype), []
+    for value in (-INF, ml_dtypes.finfo(inputs.DTYPES[dtype]).min):
+        s, t = (x.copy() for x in plain)
+        s[:, :2080], t[1, 1:] = value, value
+        masks.append(run(logits_route, s, t, temperature=temperature, upstream=3.0))
+    for name in ("loss", "dp", "dq"):
+        np.testing.assert_array_equal(getattr(masks[1], name), getattr(masks[0], name))
+        assert np.isfinite(masks[0].loss)
+
+
+@pytest.mark.parametrize("level", [1e8, -1e8, float(np.finfo(np.float32).min)])
+def test_logits_of_one_enormous_level(logits_route: Route, level: float) -> None:
+    """Uniform rows. Kernels scale before they subtract: NaN, not a wrong number, beyond 1e9."""
+    x = np.full((1, 600), level, np.float32)
+    s, t = x.copy(), x.copy()
+    s[0, 300:], t[0, :300] = -INF, -INF
+    result = run(logits_route, s, t)
+    if abs(level) > 1e9 and logits_route.is_kernel:
+        assert np.isnan(result.loss) and np.isnan(result.dp).any() and np.isnan(result.dq).any()
+    else:
+        np.testing.assert_allclose(result.loss, 1.0, rtol=1e-6)
+        for gradient in (result.dp, result.dq):
+            np.testing.assert_allclose(gradient, 0.0, atol=1e-9)
 
 
 def test_logits_far_apart(logits_route: Route) -> None:
