@@ -3,7 +3,8 @@
 It sees blocks that write or read the same element of an array. It does not see a missing barrier or
 fence between the threads and the copies of one block: with either of the kernels' own taken away it
 finds nothing. For those, and for Triton, whose interpreter runs one program after another, the
-bits of test_clause_07_determinism.py on a GPU are the evidence.
+bits of test_clause_07_determinism.py on a GPU are the evidence; the forward from logits has
+test_logits_schedules.py too.
 """
 
 from typing import Any
